@@ -1,0 +1,101 @@
+"""Is a kernel as accurate as its reference?
+
+error_ratio = max|kernel - exact| / (max|body - exact| + 4 eps max|exact|), where exact is the op's torch body in float64
+and body is the same body in the kernel's dtype. No hand-picked tolerances: a kernel may be at most twice as far from
+the truth as plain torch is. NaN and infinities must stand in the same places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ops.dispatch import reference, using
+
+EPS = torch.finfo(torch.float32).eps
+LIMIT = 2.0
+
+
+def clone(value: Any, floats: torch.dtype | None = None) -> Any:
+    """A deep copy of an op's arguments that keeps strides; with `floats`, floating tensors change to that dtype.
+
+    Quantised weights are dataclasses and stay as they are: their body dequantises exactly in any dtype.
+    """
+    if isinstance(value, Tensor):
+        copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        copy.copy_(value)
+        return copy.to(floats) if floats and value.is_floating_point() else copy
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(clone(v, floats) for v in value))
+    if isinstance(value, list | tuple):
+        return type(value)(clone(v, floats) for v in value)
+    if isinstance(value, dict):
+        return {k: clone(v, floats) for k, v in value.items()}
+    return value
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside an op's arguments or results, weights' included."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from tensors(v)
+    elif isinstance(value, list | tuple):
+        for v in value:
+            yield from tensors(v)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors(getattr(value, field.name))
+
+
+def outcome(op: Callable[..., Any], args: Any, kwargs: dict[str, Any], mutates: tuple[str, ...]) -> list[Tensor]:
+    """What one call returns, then what it left in the arguments it changes in place."""
+    result = op(*args, **kwargs)
+    return [*tensors(result), *(kwargs[name] for name in mutates)]
+
+
+def error_ratio(
+    op: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    mutates: tuple[str, ...] = (),
+    language: str | None = None,
+) -> float:
+    """The error ratio of the kernel that serves these arguments; inf where integers differ or NaNs moved."""
+    with reference():
+        exact = outcome(op, clone(args, torch.float64), clone(kwargs, torch.float64), mutates)
+        body = outcome(op, clone(args), clone(kwargs), mutates)
+    args, kwargs = clone(args), clone(kwargs)
+    if language is None:
+        kernel = outcome(op, args, kwargs, mutates)
+    else:
+        with using(language):
+            kernel = outcome(op, args, kwargs, mutates)
+    return max((ratio(k, b, e) for k, b, e in zip(kernel, body, exact, strict=True)), default=0.0)
+
+
+def ratio(kernel: Tensor, body: Tensor, exact: Tensor) -> float:
+    if kernel.shape != body.shape or kernel.dtype != body.dtype:
+        return float("inf")
+    if not kernel.is_floating_point():
+        return 0.0 if torch.equal(kernel.cpu(), body.cpu()) else float("inf")
+    if kernel.numel() == 0:
+        return 0.0
+    k, b, e = kernel.cpu().double(), body.cpu().double(), exact.cpu().double()
+    finite = torch.isfinite(b)
+    same_odd = torch.equal(k[~finite].nan_to_num(7.0), b[~finite].nan_to_num(7.0))
+    if not same_odd or not torch.isfinite(k[finite]).all():
+        return float("inf")
+    finite &= torch.isfinite(e)
+    k, b, e = k[finite], b[finite], e[finite]
+    if k.numel() == 0:
+        return 0.0
+    allowed = (b - e).abs().max() + 4 * EPS * e.abs().max()
+    worst = (k - e).abs().max()
+    return 0.0 if worst == 0 else float(worst / allowed)

@@ -1,0 +1,306 @@
+"""Sixteen float32 at a time inside @njit code: a small vocabulary of LLVM vector values.
+
+A value of type `f32x16` or `i32x16` lives in registers (one on AVX-512, two on AVX2, four on NEON; LLVM splits it).
+The width is the same on every machine, so results do not depend on the machine's vector width.
+
+Arrays are addressed flat: `load(a, i)` reads the sixteen elements from `i` of a C-contiguous array, whatever its
+shape, and widens them: float32 as they are, uint16 as bfloat16, int16 as
+IEEE half (Numba has no float16 arrays; torch views give both). No bounds are checked.
+`load_n(a, i, n)` touches only the first n elements and gives zeros after them.
+"""
+
+import operator
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, overload, register_model
+
+WIDTH = 16
+
+
+class Lanes(types.Type):
+    def __init__(self, name, element):
+        self.element = element
+        super().__init__(name=name)
+
+
+@register_model(Lanes)
+class LanesModel(models.PrimitiveModel):
+    def __init__(self, manager, lanes):
+        super().__init__(manager, lanes, ir.VectorType(lanes.element, WIDTH))
+
+
+F32, I32, I16, I8, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8), ir.IntType(64)
+f32x16 = Lanes("f32x16", F32)
+i32x16 = Lanes("i32x16", I32)
+FVEC, IVEC = ir.VectorType(F32, WIDTH), ir.VectorType(I32, WIDTH)
+
+
+# What follows builds IR; the intrinsics after it expose it to @njit code.
+
+
+def constant(kind, value):
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def splatted(builder, kind, scalar):
+    undefined = ir.Constant(kind, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, undefined, constant(ir.VectorType(I32, kind.count), 0))
+
+
+def call(builder, name, result, *args):
+    signature = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
+
+
+def suffix(kind):
+    letter = {F32: "f32", I32: "i32", I16: "i16", I8: "i8", ir.HalfType(): "f16"}[kind.element]
+    return f"v{kind.count}{letter}"
+
+
+def first_lanes(builder, n, count=WIDTH):
+    """The mask of the lanes below n."""
+    kind = ir.VectorType(I32, count)
+    iota = ir.Constant(kind, list(range(count)))
+    return builder.icmp_signed("<", iota, splatted(builder, kind, builder.trunc(n, I32)))
+
+
+def element_pointer(context, builder, array_type, array, index, kind):
+    data = context.make_array(array_type)(context, builder, array).data
+    flat = builder.bitcast(data, kind.as_pointer())
+    return builder.gep(flat, [index])
+
+
+def read(builder, pointer, kind, n=None):
+    """`kind` (a vector type) from `pointer`, at any alignment; with n, only the first n elements are touched."""
+    pointer = builder.bitcast(pointer, kind.as_pointer())
+    if n is None:
+        return builder.load(pointer, align=1)
+    mask = first_lanes(builder, n, kind.count)
+    return call(
+        builder, f"llvm.masked.load.{suffix(kind)}.p0", kind, pointer, ir.Constant(I32, 1), mask, constant(kind, 0)
+    )
+
+
+def widened(builder, narrow):
+    """float32 lanes of float32, bfloat16 (as int16) or half lanes."""
+    if narrow.type.element == I16:
+        wide = builder.zext(narrow, ir.VectorType(I32, narrow.type.count))
+        shifted = builder.shl(wide, constant(wide.type, 16))
+        return builder.bitcast(shifted, ir.VectorType(F32, narrow.type.count))
+    if narrow.type.element == F32:
+        return narrow
+    return builder.fpext(narrow, ir.VectorType(F32, narrow.type.count))
+
+
+def stored_as(array_type):
+    """The LLVM element type that an array's dtype stands for."""
+    return {types.float32: F32, types.uint16: I16, types.int16: ir.HalfType()}[array_type.dtype]
+
+
+def fused(builder, x, y, z):
+    return call(builder, f"llvm.fma.{suffix(x.type)}", x.type, x, y, z)
+
+
+@intrinsic
+def load(typing, a, i):
+    def generate(context, builder, signature, args):
+        kind = ir.VectorType(stored_as(signature.args[0]), WIDTH)
+        pointer = element_pointer(context, builder, signature.args[0], args[0], args[1], kind.element)
+        return widened(builder, read(builder, pointer, kind))
+
+    return f32x16(a, types.intp), generate
+
+
+@intrinsic
+def load_n(typing, a, i, n):
+    def generate(context, builder, signature, args):
+        # Masked loads of 16-bit elements need AVX-512BW; elements one by one serve every machine, and tails are rare.
+        element = stored_as(signature.args[0])
+        kind = ir.VectorType(element, WIDTH)
+        pointer = element_pointer(context, builder, signature.args[0], args[0], args[1], element)
+        if element == F32:
+            return read(builder, pointer, kind, args[2])
+        whole = cgutils.alloca_once_value(builder, constant(kind, 0))
+        spot = builder.bitcast(whole, element.as_pointer())
+        builder.store(constant(kind, 0), whole)
+        with cgutils.for_range(builder, args[2]) as loop:
+            builder.store(builder.load(builder.gep(pointer, [loop.index]), align=1), builder.gep(spot, [loop.index]))
+        return widened(builder, builder.load(whole))
+
+    return f32x16(a, types.intp, types.intp), generate
+
+
+@intrinsic
+def store(typing, a, i, v):
+    def generate(context, builder, signature, args):
+        pointer = element_pointer(context, builder, signature.args[0], args[0], args[1], F32)
+        builder.store(args[2], builder.bitcast(pointer, FVEC.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(a, types.intp, f32x16), generate
+
+
+@intrinsic
+def store_n(typing, a, i, v, n):
+    """Store the first n lanes."""
+
+    def generate(context, builder, signature, args):
+        pointer = element_pointer(context, builder, signature.args[0], args[0], args[1], F32)
+        pointer = builder.bitcast(pointer, FVEC.as_pointer())
+        mask = first_lanes(builder, args[3])
+        call(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), args[2], pointer, ir.Constant(I32, 4), mask)
+        return context.get_dummy_value()
+
+    return types.void(a, types.intp, f32x16, types.intp), generate
+
+
+@intrinsic
+def splat(typing, x):
+    def generate(context, builder, signature, args):
+        return splatted(builder, FVEC, args[0])
+
+    return f32x16(types.float32), generate
+
+
+@intrinsic
+def zeros(typing):
+    def generate(context, builder, signature, args):
+        return constant(FVEC, 0.0)
+
+    return f32x16(), generate
+
+
+@intrinsic
+def fma(typing, x, y, z):
+    """x y + z, rounded once."""
+
+    def generate(context, builder, signature, args):
+        return fused(builder, *args)
+
+    return f32x16(f32x16, f32x16, f32x16), generate
+
+
+def _binary(symbol, emit):
+    @intrinsic
+    def apply(typing, x, y):
+        if x != f32x16 or y != f32x16:
+            return None
+
+        def generate(context, builder, signature, args):
+            return emit(builder, args[0], args[1])
+
+        return f32x16(f32x16, f32x16), generate
+
+    @overload(symbol)
+    def overloaded(x, y):
+        if x == f32x16 and y == f32x16:
+            return lambda x, y: apply(x, y)
+        return None
+
+
+_binary(operator.add, lambda builder, x, y: builder.fadd(x, y))
+_binary(operator.sub, lambda builder, x, y: builder.fsub(x, y))
+_binary(operator.mul, lambda builder, x, y: builder.fmul(x, y))
+_binary(operator.truediv, lambda builder, x, y: builder.fdiv(x, y))
+
+
+@intrinsic
+def larger(typing, x, y):
+    """The larger of each pair of lanes; a NaN in x wins."""
+
+    def generate(context, builder, signature, args):
+        return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[1], args[0])
+
+    return f32x16(f32x16, f32x16), generate
+
+
+@intrinsic
+def keep(typing, v, n, other):
+    """The first n lanes of v, `other` after them."""
+
+    def generate(context, builder, signature, args):
+        return builder.select(first_lanes(builder, args[1]), args[0], splatted(builder, FVEC, args[2]))
+
+    return f32x16(f32x16, types.intp, types.float32), generate
+
+
+@intrinsic
+def total(typing, v):
+    """The sum of the lanes, by halves."""
+
+    def generate(context, builder, signature, args):
+        v, count = args[0], WIDTH
+        while count > 1:
+            count //= 2
+            picks = ir.VectorType(I32, count)
+            low = builder.shuffle_vector(v, v, ir.Constant(picks, list(range(count))))
+            high = builder.shuffle_vector(v, v, ir.Constant(picks, list(range(count, 2 * count))))
+            v = builder.fadd(low, high)
+        return builder.extract_element(v, ir.Constant(I32, 0))
+
+    return types.float32(f32x16), generate
+
+
+@intrinsic
+def largest(typing, v):
+    """The largest lane; NaN if the first lane of a compared pair is NaN (callers that care add their lanes' sum)."""
+
+    def generate(context, builder, signature, args):
+        v, count = args[0], WIDTH
+        while count > 1:
+            count //= 2
+            picks = ir.VectorType(I32, count)
+            low = builder.shuffle_vector(v, v, ir.Constant(picks, list(range(count))))
+            high = builder.shuffle_vector(v, v, ir.Constant(picks, list(range(count, 2 * count))))
+            v = builder.select(builder.fcmp_ordered("<", low, high), high, low)
+        return builder.extract_element(v, ir.Constant(I32, 0))
+
+    return types.float32(f32x16), generate
+
+
+@intrinsic
+def exp(typing, x):
+    """e^x to about one unit in the last place; 0 and inf where float32 ends, NaN for NaN.
+
+    x = n ln 2 + r with |r| <= ln 2 / 2, then 2^n (1 + r + r^2 (1/2 + ...)). n is read from the low bits of
+    x / ln 2 + 1.5 2^23, which rounds it, and 2^n is applied in two halves so that results below the smallest normal
+    number come out right.
+    """
+
+    def generate(context, builder, signature, args):
+        low, high = constant(FVEC, -104.0), constant(FVEC, 89.0)
+        x = builder.select(builder.fcmp_ordered("<", args[0], low), low, args[0])
+        x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
+        rounder = constant(FVEC, 12582912.0)
+        shifted = fused(builder, x, constant(FVEC, 1.4426950408889634), rounder)
+        n = builder.sub(builder.bitcast(shifted, IVEC), constant(IVEC, 0x4B400000))
+        whole = builder.fsub(shifted, rounder)
+        r = fused(builder, whole, constant(FVEC, -0.693145751953125), x)
+        r = fused(builder, whole, constant(FVEC, -1.428606765330187e-06), r)
+        series = constant(FVEC, 1.0 / 5040)
+        for factorial in (720, 120, 24, 6, 2, 1, 1):
+            series = fused(builder, series, r, constant(FVEC, 1.0 / factorial))
+        half = builder.ashr(n, constant(IVEC, 1))
+        for part in (half, builder.sub(n, half)):
+            power = builder.shl(builder.add(part, constant(IVEC, 127)), constant(IVEC, 23))
+            series = builder.fmul(series, builder.bitcast(power, FVEC))
+        return series
+
+    return f32x16(f32x16), generate
+
+
+@intrinsic
+def prefetch(typing, a, i):
+    """Ask for the cache line of element i; an address outside the array is harmless."""
+
+    def generate(context, builder, signature, args):
+        width = context.get_value_type(signature.args[0].dtype)
+        pointer = element_pointer(context, builder, signature.args[0], args[0], args[1], width)
+        pointer = builder.bitcast(pointer, I8.as_pointer())
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(3), I32(1))
+        return context.get_dummy_value()
+
+    return types.void(a, types.intp), generate

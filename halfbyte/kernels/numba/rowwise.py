@@ -1,0 +1,273 @@
+"""Row ops in lanes of sixteen: one pass for a row's statistic, one for its results; rows in parallel.
+
+Rows are read twice, the second time from L1 or L2, so a norm costs about one read and one write of its rows.
+"""
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from . import lanes
+from .views import NOTHING, SERIAL, destination, finish, floats
+
+ACTIVATION = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}
+
+
+@njit(forceinline=True)
+def sum_input(x, add, i, n):
+    """n lanes of x + add at i; an absent array is empty."""
+    s = lanes.load_n(x, i, n)
+    if add.size:
+        s = s + lanes.load_n(add, i, n)
+    return s
+
+
+@njit(forceinline=True)
+def inverse_rms(x, add, base, D, eps):
+    """1 / sqrt(mean((x + add)^2) + eps) of the row at `base`, in four independent sums."""
+    a, b, c, d = lanes.zeros(), lanes.zeros(), lanes.zeros(), lanes.zeros()
+    i = 0
+    while i + 64 <= D:
+        s, t = sum_input(x, add, base + i, 16), sum_input(x, add, base + i + 16, 16)
+        u, v = sum_input(x, add, base + i + 32, 16), sum_input(x, add, base + i + 48, 16)
+        a, b, c, d = lanes.fma(s, s, a), lanes.fma(t, t, b), lanes.fma(u, u, c), lanes.fma(v, v, d)
+        i += 64
+    while i < D:
+        s = sum_input(x, add, base + i, min(16, D - i))
+        a = lanes.fma(s, s, a)
+        i += 16
+    mean = lanes.total((a + b) + (c + d)) / np.float32(D)
+    return np.float32(1) / np.sqrt(mean + np.float32(eps))
+
+
+@njit(forceinline=True)
+def activated(v, activation):
+    """silu, gelu_tanh or sigmoid of the lanes: v / (1 + e^-u) with u = v or the tanh form's argument, or 1 / (1 + e^-v)."""
+    one = lanes.splat(np.float32(1))
+    if activation == 0:
+        return v / (one + lanes.exp(lanes.zeros() - v))
+    if activation == 1:
+        cubic = lanes.fma(lanes.splat(np.float32(0.044715)) * v * v, v, v)
+        return v / (one + lanes.exp(cubic * lanes.splat(np.float32(-1.5957691216057308))))
+    return one / (one + lanes.exp(lanes.zeros() - v))
+
+
+@njit(forceinline=True)
+def times_scale(y, scale, i, n):
+    if scale.size == 1:
+        y = y * lanes.splat(scale[0])
+    elif scale.size > 1:
+        y = y * lanes.load_n(scale, i, n)
+    return y
+
+
+@njit(forceinline=True)
+def norm_piece(x, weight, add, mul, gate, residual, scale, y, s_out, base, i, n, factor):
+    s = sum_input(x, add, base + i, n)
+    if s_out.size:
+        lanes.store_n(s_out, base + i, s, n)
+    v = s * lanes.splat(factor)
+    if weight.size:
+        v = v * lanes.load_n(weight, i, n)
+    if mul.size:
+        v = v * lanes.load_n(mul, base + i, n)
+    if gate.size:
+        v = v * activated(lanes.load_n(gate, base + i, n), 0)
+    if residual.size:
+        v = lanes.load_n(residual, base + i, n) + v
+    lanes.store_n(y, base + i, times_scale(v, scale, i, n), n)
+
+
+@njit
+def norm_row(x, weight, eps, add, mul, gate, residual, scale, y, s_out, base, D):
+    factor = inverse_rms(x, add, base, D, eps)
+    whole = D - D % 16
+    for i in range(0, whole, 16):
+        norm_piece(x, weight, add, mul, gate, residual, scale, y, s_out, base, i, 16, factor)
+    if whole < D:
+        norm_piece(x, weight, add, mul, gate, residual, scale, y, s_out, base, whole, D - whole, factor)
+
+
+@njit(parallel=True, cache=True)
+def rms_norm_kernel(x, weight, eps, add, mul, gate, residual, scale, y, s_out, D):
+    rows = x.size // D
+    if x.size < SERIAL:
+        for row in range(rows):
+            norm_row(x, weight, eps, add, mul, gate, residual, scale, y, s_out, row * D, D)
+    else:
+        for row in prange(rows):
+            norm_row(x, weight, eps, add, mul, gate, residual, scale, y, s_out, row * D, D)
+
+
+def rms_norm(
+    x, weight=None, eps=1e-6, *, add=None, mul=None, gate=None, residual=None, scale=None, return_sum=False,
+    extra_dtype=None, head_major=False, out=None,
+):  # fmt: skip
+    outs = list(out) if isinstance(out, tuple) else [out]
+    plain = extra_dtype is None and not head_major
+    y = destination(x.shape, outs[0] if plain or not head_major else None)
+    s = destination(x.shape, outs[1] if return_sum and out is not None else None) if return_sum else None
+    rms_norm_kernel(
+        floats(x), floats(weight), eps, floats(add), floats(mul), floats(gate), floats(residual), scale_array(scale),
+        floats(y), floats(s), x.shape[-1],
+    )  # fmt: skip
+    outs = outs if out is not None else [None] * 3
+    turned = y.transpose(-3, -2).contiguous() if head_major else y
+    results = [finish(y if extra_dtype else turned, x.dtype, outs[0])]
+    if return_sum:
+        results.append(finish(s, x.dtype, outs[1]))
+    if extra_dtype:
+        results.append(finish(turned, extra_dtype, outs[-1]))
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def scale_array(scale):
+    if scale is None or isinstance(scale, torch.Tensor):
+        return floats(scale)
+    return np.full(1, scale, np.float32)
+
+
+@njit
+def chain_row(x, weight, residual, eps, r, weights, residual2, scale, ys, base, D, count):
+    """r = residual + rms(x) weight (no residual: r = x), then each y of the block `ys` [count, rows, D]."""
+    if weight.size:
+        factor = inverse_rms(x, NOTHING, base, D, eps)
+        for i in range(0, D, 16):
+            n = min(16, D - i)
+            v = lanes.load_n(x, base + i, n) * lanes.splat(factor) * lanes.load_n(weight, i, n)
+            lanes.store_n(r, base + i, lanes.load_n(residual, base + i, n) + v, n)
+    factor = inverse_rms(r, NOTHING, base, D, eps)
+    for which in range(count):
+        offset = which * r.size + base
+        for i in range(0, D, 16):
+            n = min(16, D - i)
+            v = lanes.load_n(r, base + i, n) * lanes.splat(factor) * lanes.load_n(weights, which * D + i, n)
+            if residual2.size:
+                v = lanes.load_n(residual2, base + i, n) + v
+            lanes.store_n(ys, offset + i, times_scale(v, scale, i, n), n)
+
+
+@njit(parallel=True, cache=True)
+def rms_norm_chain_kernel(x, weight, residual, eps, r, weights, residual2, scale, ys, D, count):
+    rows = x.size // D
+    if x.size < SERIAL:
+        for row in range(rows):
+            chain_row(x, weight, residual, eps, r, weights, residual2, scale, ys, row * D, D, count)
+    else:
+        for row in prange(rows):
+            chain_row(x, weight, residual, eps, r, weights, residual2, scale, ys, row * D, D, count)
+
+
+def rms_norm_many(x, weights, eps=1e-6, *, out=None):
+    ys = torch.empty((len(weights), *x.shape), dtype=torch.float32)
+    stacked = torch.stack([w.float() for w in weights])
+    source = floats(x)
+    rms_norm_chain_kernel(
+        source, NOTHING, NOTHING, eps, source, floats(stacked), NOTHING, NOTHING, floats(ys), x.shape[-1], len(weights)
+    )
+    outs = out or [None] * len(weights)
+    return tuple(finish(y, x.dtype, o) for y, o in zip(ys, outs, strict=True))
+
+
+def rms_norm_chain(x, weight, residual, weights, eps=1e-6, *, residual2=None, scale=None, out=None):
+    r = torch.empty(x.shape, dtype=torch.float32)
+    ys = torch.empty((len(weights), *x.shape), dtype=torch.float32)
+    stacked = torch.stack([w.float() for w in weights])
+    rms_norm_chain_kernel(
+        floats(x), floats(weight), floats(residual), eps, floats(r), floats(stacked), floats(residual2),
+        scale_array(scale), floats(ys), x.shape[-1], len(weights),
+    )  # fmt: skip
+    outs = out or [None] * (len(weights) + 1)
+    return tuple(finish(y, x.dtype, o) for y, o in zip((r, *ys), outs, strict=True))
+
+
+@njit
+def glu_span(gate, up, activation, y, start, stop):
+    for i in range(start, stop, 16):
+        n = min(16, stop - i)
+        lanes.store_n(y, i, activated(lanes.load_n(gate, i, n), activation) * lanes.load_n(up, i, n), n)
+
+
+@njit
+def softcap_span(x, cap, y, start, stop):
+    """cap tanh(x / cap), with tanh u = 1 - 2 / (1 + e^2u)."""
+    two, one = lanes.splat(np.float32(2)), lanes.splat(np.float32(1))
+    for i in range(start, stop, 16):
+        n = min(16, stop - i)
+        u = lanes.load_n(x, i, n) / lanes.splat(cap)
+        lanes.store_n(y, i, lanes.splat(cap) * (one - two / (one + lanes.exp(two * u))), n)
+
+
+SPAN = 1 << 12  # elements a task: enough to outweigh its scheduling, few enough to share between threads
+
+
+@njit(parallel=True, cache=True)
+def glu_kernel(gate, up, activation, y):
+    if y.size < SERIAL:
+        glu_span(gate, up, activation, y, 0, y.size)
+    else:
+        for task in prange((y.size + SPAN - 1) // SPAN):
+            glu_span(gate, up, activation, y, task * SPAN, min(y.size, task * SPAN + SPAN))
+
+
+def glu(gate, up, activation="silu", *, out=None):
+    y = destination(up.shape, out)
+    glu_kernel(floats(gate), floats(up), ACTIVATION[activation], floats(y))
+    return finish(y, up.dtype, out)
+
+
+@njit(parallel=True, cache=True)
+def softcap_kernel(x, cap, y):
+    if y.size < SERIAL:
+        softcap_span(x, cap, y, 0, y.size)
+    else:
+        for task in prange((y.size + SPAN - 1) // SPAN):
+            softcap_span(x, cap, y, task * SPAN, min(y.size, task * SPAN + SPAN))
+
+
+def softcap(x, cap, *, out=None):
+    y = destination(x.shape, out)
+    softcap_kernel(floats(x), np.float32(cap), floats(y))
+    return finish(y, x.dtype, out)
+
+
+@njit
+def rope_token(x, position, inv_freq, rotary, interleaved, scale, y, token, H, D):
+    """All heads of one token: the angle's cos and sin once, in float64, then the rotations."""
+    half = rotary // 2
+    for i in range(half):
+        angle = np.float64(position) * inv_freq[i]
+        cos, sin = np.float32(np.cos(angle)) * scale, np.float32(np.sin(angle)) * scale
+        first = 2 * i if interleaved else i
+        second = first + 1 if interleaved else i + half
+        for head in range(H):
+            base = (token * H + head) * D
+            a, b = x[base + first], x[base + second]
+            y[base + first] = a * cos - b * sin
+            y[base + second] = a * sin + b * cos
+    for head in range(H):
+        base = (token * H + head) * D
+        for i in range(rotary, D):
+            y[base + i] = x[base + i]
+
+
+@njit(parallel=True, cache=True)
+def rope_kernel(x, positions, inv_freq, rotary, interleaved, scale, y, H, D):
+    tokens = x.size // max(1, H * D)
+    if x.size < SERIAL:
+        for token in range(tokens):
+            place = positions[token % positions.size]
+            rope_token(x, place, inv_freq, rotary, interleaved, scale, y, token, H, D)
+    else:
+        for token in prange(tokens):
+            place = positions[token % positions.size]
+            rope_token(x, place, inv_freq, rotary, interleaved, scale, y, token, H, D)
+
+
+def rope(x, positions, inv_freq, *, rotary=None, interleaved=False, scale=1.0, out=None):
+    y = destination(x.shape, out)
+    rope_kernel(
+        floats(x), positions.long().contiguous().numpy().reshape(-1), inv_freq.double().numpy(), rotary or x.shape[-1],
+        interleaved, np.float32(scale), floats(y), x.shape[-2], x.shape[-1],
+    )  # fmt: skip
+    return finish(y, x.dtype, out)

@@ -1,0 +1,38 @@
+"""Between torch tensors and the arrays that kernels take: widened or raw views in, results out."""
+
+import numpy as np
+import torch
+
+NOTHING = np.empty(0, np.float32)
+
+# Below this many elements a kernel stays on the calling thread: a parallel region costs 3 us, 100 us after a pause.
+SERIAL = 1 << 14
+
+
+def floats(t):
+    """A tensor's values as a flat float32 array: a view where it already is contiguous float32. None gives an empty array."""
+    return NOTHING if t is None else t.to(torch.float32).contiguous().numpy().reshape(-1)
+
+
+def raw(t):
+    """A tensor as it is stored, flat and contiguous: bfloat16 as uint16, float16 as int16 (what `lanes.load` widens)."""
+    t = t.contiguous()
+    if t.dtype == torch.bfloat16:
+        t = t.view(torch.uint16)
+    elif t.dtype == torch.float16:
+        t = t.view(torch.int16)
+    return t.numpy().reshape(-1)
+
+
+def destination(shape, out=None):
+    """A float32 tensor to compute into: `out` itself where that is contiguous float32."""
+    if out is not None and out.dtype == torch.float32 and out.is_contiguous():
+        return out
+    return torch.empty(shape, dtype=torch.float32)
+
+
+def finish(result, dtype, out=None):
+    """Round a float32 result once to what the op returns, in `out` where one is given."""
+    if out is None:
+        return result.to(dtype)
+    return out if result is out else out.copy_(result)

@@ -1,0 +1,1 @@
+"""What every op means, in torch; its contract; and the choice of its kernel."""

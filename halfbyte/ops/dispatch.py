@@ -1,0 +1,130 @@
+"""Which kernel runs an op. The tensor's device picks the language; `kernel` is the one door between ops and kernels.
+
+Everything an op shares with the others is here too: the contract's `require`, the dtypes, `out=`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+LANGUAGES = ("torch", "numba", "triton", "metal")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+
+_BY_DEVICE = {"cpu": "numba", "cuda": "triton", "mps": "metal"}
+_forced: ContextVar[str | None] = ContextVar("forced language", default=None)
+_entries: ContextVar[list[Entry] | None] = ContextVar("trace", default=None)
+
+
+class Entry(NamedTuple):
+    """One op call: what ran it. `kernel` is None where the torch body did."""
+
+    op: str
+    language: str
+    kernel: Callable[..., Any] | None
+
+
+def language(x: Tensor) -> str:
+    """The language that runs ops on x. float64 always means the torch body: that is how a test asks for exactness."""
+    if x.dtype == torch.float64:
+        return "torch"
+    return _forced.get() or _BY_DEVICE.get(x.device.type, "torch")
+
+
+@cache
+def find(language: str, family: str, op: str) -> Callable[..., Any] | None:
+    """kernels/<language>/<family>.py::<op>, or None where it is not written."""
+    if language == "torch":
+        return None
+    for module in (f"halfbyte.kernels.{language}", f"halfbyte.kernels.{language}.{family}"):
+        if find_spec(module) is None:
+            return None
+    return getattr(import_module(module), op, None)
+
+
+def kernel(family: str, op: str, x: Tensor) -> Callable[..., Any] | None:
+    """The kernel of an op for x's device, noted in the running trace; None means: run the torch body."""
+    chosen = language(x)
+    found = find(chosen, family, op)
+    if (entries := _entries.get()) is not None:
+        entries.append(Entry(op, chosen if found else "torch", found))
+    return found
+
+
+@contextmanager
+def using(language: str) -> Iterator[None]:
+    """Run every op in this language, whatever the device ("triton" on CPU tensors is Triton's interpreter)."""
+    if language not in LANGUAGES:
+        raise ValueError(f"using: language must be one of {', '.join(LANGUAGES)}, got {language!r}")
+    token = _forced.set(language)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def reference() -> Any:
+    """Run every op as its torch body."""
+    return using("torch")
+
+
+@contextmanager
+def trace() -> Iterator[list[Entry]]:
+    """List every (op, language, kernel) entered inside the block, in order."""
+    token = _entries.set([])
+    try:
+        entries = _entries.get()
+        assert entries is not None
+        yield entries
+    finally:
+        _entries.reset(token)
+
+
+def require(condition: bool, op: str, argument: str, expected: str, *got: Any) -> None:
+    """Raise a ValueError that names the op, the argument, what was expected and what came. Formats only on failure."""
+    if not condition:
+        came = f"; got {', '.join(map(describe, got))}" if got else ""
+        raise ValueError(f"{op}: {argument} must be {expected}{came}")
+
+
+def describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
+    return repr(value)
+
+
+def require_floats(op: str, device: torch.device, **tensors: Tensor | None) -> None:
+    """Every tensor that is given is a floating point tensor on this device."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            require(isinstance(tensor, Tensor), op, name, "a tensor", tensor)
+            require(tensor.dtype in FLOATS, op, name, "float32, bfloat16, float16 or float64", tensor)
+            require(tensor.device == device, op, name, f"on {device}, as the first argument", tensor)
+
+
+def require_out(op: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    if out is not None:
+        require(isinstance(out, Tensor), op, "out", "a tensor", out)
+        require(tuple(out.shape) == tuple(shape), op, "out", f"of shape {list(shape)}", out)
+        require(out.dtype == dtype, op, "out", f"of dtype {dtype}", out)
+        require(out.device == device, op, "out", f"on {device}", out)
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in the dtype that bodies compute in: float32, or float64 when a test asks."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def deliver(result: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """The result rounded once to dtype, written into `out` where one is given."""
+    rounded = result.to(dtype)
+    return rounded if out is None else out.copy_(rounded)
