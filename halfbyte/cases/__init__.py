@@ -1,5 +1,5 @@
-"""Every op's cases, once: tested, timed, listed. Odd sizes that divide by nothing, strided inputs, scales at which every
-parameter matters, and the real serving shapes. One file a family, as in `ops`."""
+"""Every op's cases, once: tested, timed, listed. Odd sizes that divide by nothing, strided inputs, scales at which
+every parameter matters, and the real serving shapes. One file a family, as in `ops`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Speed only: one folder a language, the file names of `ops`. Kernels import torch and their language, nothing of ours."""
+"""Speed only: one folder a language, the file names of `ops`. Kernels import torch and their language, nothing else."""

@@ -241,9 +241,9 @@ def _require_outs(
     """Check `out` against what the op returns, and give it back as one entry a result."""
     if out is None:
         return [None] * len(shapes)
-    outs = (out,) if isinstance(out, Tensor) and not always_tuple else out
+    outs: Any = (out,) if isinstance(out, Tensor) and not always_tuple else out
     require(isinstance(outs, tuple), op, "out", f"a tuple of {len(shapes)} tensors", out)
     require(len(outs) == len(shapes), op, "out", f"{len(shapes)} tensors, one a result", len(outs))
     for one, (shape, dtype) in zip(outs, shapes, strict=True):
         require_out(op, one, shape, dtype, device)
-    return outs
+    return list(outs)

@@ -1,6 +1,6 @@
 """CPU kernels in Numba. Importing this folder settles Numba's two global choices, before anything is compiled.
 
-Threads: the `omp` layer, the best neighbour to torch's own pool; `workqueue` takes 100 us a region, so it is never used.
+Threads: the `omp` layer, the best neighbour to torch's own pool (`workqueue` takes 100 us a region).
 Cache: one folder for each state of these sources. Numba itself looks only at the file that holds a kernel, and would
 go on using a compiled kernel whose building blocks (lanes.py) have changed.
 """
@@ -11,11 +11,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numba
+from numba.core import config
 
 
 def _cache_folder() -> Path:
-    """Where compiled kernels are kept: the user's cache folder, or a private one of this process where that is not writable."""
+    """Where compiled kernels are kept: the user's cache folder, or one of this process where that is not writable."""
     sources = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         sources.update(path.read_bytes())
@@ -32,6 +32,6 @@ def _cache_folder() -> Path:
 
 
 if "NUMBA_THREADING_LAYER" not in os.environ:
-    numba.config.THREADING_LAYER = "omp"
+    config.THREADING_LAYER = "omp"
 if "NUMBA_CACHE_DIR" not in os.environ:
-    numba.config.CACHE_DIR = str(_cache_folder())
+    config.CACHE_DIR = str(_cache_folder())

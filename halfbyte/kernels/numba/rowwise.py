@@ -42,7 +42,7 @@ def inverse_rms(x, add, base, D, eps):
 
 @njit(forceinline=True)
 def activated(v, activation):
-    """silu, gelu_tanh or sigmoid of the lanes: v / (1 + e^-u) with u = v or the tanh form's argument, or 1 / (1 + e^-v)."""
+    """silu, gelu_tanh or sigmoid of the lanes; gelu's (1 + tanh u) / 2 is 1 / (1 + e^-2u)."""
     one = lanes.splat(np.float32(1))
     if activation == 0:
         return v / (one + lanes.exp(lanes.zeros() - v))

@@ -10,12 +10,12 @@ SERIAL = 1 << 14
 
 
 def floats(t):
-    """A tensor's values as a flat float32 array: a view where it already is contiguous float32. None gives an empty array."""
+    """A tensor's values as a flat float32 array, a view where it is contiguous float32; None gives an empty array."""
     return NOTHING if t is None else t.to(torch.float32).contiguous().numpy().reshape(-1)
 
 
 def raw(t):
-    """A tensor as it is stored, flat and contiguous: bfloat16 as uint16, float16 as int16 (what `lanes.load` widens)."""
+    """A tensor as it is stored, flat and contiguous: bfloat16 as uint16, float16 as int16 (see `lanes.load`)."""
     t = t.contiguous()
     if t.dtype == torch.bfloat16:
         t = t.view(torch.uint16)
