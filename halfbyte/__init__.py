@@ -1,1 +1,26 @@
+"""Fused ops of quantised mixture-of-experts models, fast on the machine you have. Here: the public names."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what editors and mypy read; a test holds it equal to the list below
+    from .ops.quant import Packed as Packed
+    from .ops.quant import dequantize as dequantize
+    from .ops.quant import quantize as quantize
+
 __version__ = "0.1.0"
+
+_HOME = {"quantize": "ops.quant", "dequantize": "ops.quant", "Packed": "ops.quant"}
+
+__all__ = [*_HOME, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """PEP 562: `import halfbyte` stays instant, and a name costs its imports when it is first used."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

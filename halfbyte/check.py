@@ -1,8 +1,8 @@
 """Is a kernel as accurate as its reference?
 
 error_ratio = max|kernel - exact| / (max|body - exact| + 4 eps max|exact|), where exact is the op's torch body in
-float64 and body is the same body in the kernel's dtype. No hand-picked tolerances: a kernel may be at most twice as far from
-the truth as plain torch is. NaN and infinities must stand in the same places.
+float64 and body is the same body in the kernel's dtype. No hand-picked tolerances: a kernel may be at most twice as
+far from the truth as plain torch is. NaN and infinities must stand in the same places.
 """
 
 from __future__ import annotations

@@ -1,0 +1,172 @@
+"""Times the serving cases against their torch bodies and against memory; will not time what is wrong.
+
+A round is a turn of kernel calls, a turn of body calls and one read of the probe, so that all three meet the same
+neighbours; every figure is the median over rounds, and ratios are formed inside a round. Each call takes the next of
+enough copies of the inputs to exceed every cache, so weights come from memory. Python's call overhead is inside.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from .cases import Case
+from .check import LIMIT, error_ratio, tensors
+from .machine import READ_BYTES, ReadProbe
+from .ops.dispatch import reference, trace
+
+ROTATED = 192 << 20  # bytes of inputs that calls rotate over: several times the last cache
+COPIES = 128
+MEMORY = 2 << 30
+ROUNDS = 7
+CHECKED = (torch.float32, torch.bfloat16)
+WORKING = torch.float32  # activations on a CPU
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class Row:
+    """One case: how wrong it is, and, where it is right, how fast. Times in seconds, sizes in bytes."""
+
+    case: str
+    op: str
+    language: str
+    error_ratios: dict[str, float | None]
+    wrong: bool
+    seconds: float | None = None
+    torch_seconds: float | None = None
+    speedup: float | None = None
+    bytes_moved: int | None = None
+    bytes_per_second: float | None = None
+    of_read: float | None = None
+    from_memory: bool | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def bench(cases: Iterable[Case], probe: ReadProbe, seconds: float, progress: Callable[[str], None]) -> Iterator[Row]:
+    """A row for each case, as it finishes."""
+    for case in cases:
+        progress(f"checking {case}")
+        row = check(case)
+        if not row.wrong:
+            progress(f"timing {case}")
+            measure(case, row, probe, seconds)
+        yield row
+
+
+def check(case: Case) -> Row:
+    """Is the kernel as accurate as its body, in float32 and in the GPU's working dtype?"""
+    ratios = {}
+    with trace() as entries:
+        for dtype in CHECKED:
+            args, kwargs = case.inputs(dtype)
+            ratios[str(dtype).removeprefix("torch.")] = error_ratio(case.op, args, kwargs, mutates=case.mutates)
+    wrong = not all(ratio <= LIMIT for ratio in ratios.values())
+    ran = {entry.language for entry in entries if entry.op == case.op.__name__} - {"torch"}
+    finite = {name: ratio if math.isfinite(ratio) else None for name, ratio in ratios.items()}
+    return Row(str(case), case.op.__name__, ", ".join(sorted(ran)) or "torch", finite, wrong)
+
+
+def measure(case: Case, row: Row, probe: ReadProbe, seconds: float) -> None:
+    """Fill in the row's times, spending about `seconds` on the kernel and as much on the body."""
+    original = case.inputs(WORKING)
+    row.bytes_moved = moved(case, original)
+    inputs = copies(original, row.bytes_moved)
+    row.from_memory = len(inputs) * row.bytes_moved >= ROTATED
+    turns = cycle(inputs)
+    kernel, body, read = [], [], []
+    estimate = turn(case, turns, 3)
+    with reference():
+        body_estimate = turn(case, turns, 1)
+    if body_estimate > seconds:
+        body.append(body_estimate)
+    start = time.perf_counter()
+    for _ in range(ROUNDS):
+        kernel.append(turn(case, turns, calls(seconds, estimate)))
+        if body_estimate <= seconds:
+            with reference():
+                body.append(turn(case, turns, calls(seconds, body_estimate)))
+        read.append(probe.seconds())
+        if time.perf_counter() - start > 3 * seconds:
+            break
+    row.seconds, row.torch_seconds = statistics.median(kernel), statistics.median(body)
+    row.speedup = statistics.median(b / k for b, k in zip(body, kernel, strict=False))
+    row.bytes_per_second = row.bytes_moved / row.seconds
+    row.of_read = statistics.median(row.bytes_moved / k / (READ_BYTES / r) for k, r in zip(kernel, read, strict=True))
+
+
+def calls(seconds: float, estimate: float) -> int:
+    """How many calls make a turn of one round."""
+    return max(1, int(seconds / ROUNDS / estimate))
+
+
+def turn(case: Case, inputs: Iterator[Inputs], count: int) -> float:
+    """The median time of `count` calls in a row."""
+    times = []
+    for _ in range(count):
+        args, kwargs = next(inputs)
+        start = time.perf_counter()
+        case.op(*args, **kwargs)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def moved(case: Case, inputs: Inputs) -> int:
+    """The bytes that a call must read and write: arguments, results, and once more what it changes in place."""
+    args, kwargs = inputs
+    if case.touched is not None:
+        return case.touched(args, kwargs)
+    given = {t.data_ptr(): t.nbytes for t in tensors((args, kwargs))}
+    results = {t.data_ptr(): t.nbytes for t in tensors(case.op(*args, **kwargs)) if t.data_ptr() not in given}
+    changed = sum(kwargs[name].nbytes for name in case.mutates)
+    return int(sum(given.values()) + sum(results.values()) + changed)
+
+
+def copies(inputs: Inputs, touched: int) -> list[Inputs]:
+    """The inputs, as often as it takes to touch more than any cache holds, within limits of count and memory."""
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(inputs)}
+    wanted = math.ceil(ROTATED / max(1, touched))
+    count = max(1, min(wanted, COPIES, MEMORY // max(1, sum(held.values()))))
+    return [copy.deepcopy(inputs) for _ in range(count)]
+
+
+def line(row: Row, width: int) -> str:
+    """A row for people: name, time, the body's time, how much faster, rate, percent of the read bandwidth beside it."""
+    if row.wrong:
+        said = ", ".join(f"{name} {'inf' if r is None else f'{r:.3g}'}" for name, r in row.error_ratios.items())
+        return f"{row.case:<{width}}  WRONG: error ratio {said} (limit {LIMIT:g}); not timed"
+    assert row.seconds and row.torch_seconds and row.speedup and row.bytes_per_second and row.of_read is not None
+    notes = ["" if row.from_memory else "cached", "no kernel" if row.language == "torch" else ""]
+    return (
+        f"{row.case:<{width}}  {duration(row.seconds):>8}  torch {duration(row.torch_seconds):>8}  "
+        f"{row.speedup:>5.3g}x  {row.bytes_per_second / 1e9:>6.2f} GB/s  {row.of_read:>4.0%}  {' '.join(notes)}"
+    ).rstrip()
+
+
+def duration(seconds: float) -> str:
+    """Three digits and a unit."""
+    scale, unit = next((s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "us")) if seconds >= s or u == "us")
+    value = seconds / scale
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+
+
+def header(machine: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{machine['cpu']}, {machine['threads']} threads, {' '.join(machine['vectors'])}",
+        f"torch {machine['torch']}, numba {machine['numba']} ({machine['threading_layer']}), {machine['system']}",
+        f"reads {machine['read_bytes_per_second'] / 1e9:.1f} GB/s (256 MB, every thread, eight streams each)",
+    ]
+    if machine["threading_layer"] == "workqueue":
+        lines.append("warning: numba runs on its workqueue threads, 100 us a region: install libgomp (omp) or tbb")
+    return lines

@@ -1,0 +1,110 @@
+"""The machine a benchmark runs on: what it is called, and how fast its memory can be read, measured."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+STREAMS = 8  # a thread's own reads run this far apart: one stream alone is slower on many machines
+BLOCK = 64  # elements read from a stream before the next one's turn
+READ_BYTES = 256 << 20
+
+
+class ReadProbe:
+    """Reads 256 MB with every thread, eight streams each. `seconds()` is one read; its checksum is verified.
+
+    A probe whose result nobody looks at is deleted by the compiler and reads infinitely fast. The memory comes from
+    torch, as weights do.
+    """
+
+    def __init__(self) -> None:
+        import numba
+        import torch
+
+        self.data = torch.arange(READ_BYTES // 8).numpy()
+        self.threads = numba.get_num_threads()
+        self.expected = len(self.data) * (len(self.data) - 1) // 2
+        self.seconds()
+
+    def seconds(self) -> float:
+        read = compiled_read()
+        start = time.perf_counter()
+        total = read(self.data, self.threads)
+        elapsed = time.perf_counter() - start
+        if total != self.expected:
+            raise RuntimeError(f"the read probe summed to {total}, not {self.expected}: its time means nothing")
+        return elapsed
+
+    def bandwidth(self, reads: int = 9) -> float:
+        """Bytes a second, the median of several reads."""
+        return READ_BYTES / statistics.median(self.seconds() for _ in range(reads))
+
+
+@cache
+def compiled_read() -> Callable[[Any, int], int]:
+    import_module("halfbyte.kernels.numba")  # settles the threading layer and the cache folder
+    from numba import njit, prange
+
+    @njit(cache=True)  # type: ignore[untyped-decorator]
+    def total(data: Any, start: int, stop: int) -> Any:
+        span, result = data[start:stop], 0
+        for i in range(span.size):
+            result += span[i]
+        return result
+
+    @njit(parallel=True, cache=True)  # type: ignore[untyped-decorator]
+    def read(data: Any, threads: int) -> Any:
+        stream = data.size // threads // STREAMS // BLOCK * BLOCK
+        result = total(data, threads * STREAMS * stream, data.size)
+        for thread in prange(threads):
+            first = thread * STREAMS * stream
+            for start in range(first, first + stream, BLOCK):
+                for i in range(STREAMS):
+                    result += total(data, start + i * stream, start + i * stream + BLOCK)
+        return result
+
+    return read  # type: ignore[no-any-return]
+
+
+def facts() -> dict[str, Any]:
+    """What a number depends on. The threading layer is known once a parallel kernel has run."""
+    import numba
+    import torch
+
+    return {
+        "cpu": cpu_name(),
+        "threads": numba.get_num_threads(),
+        "vectors": vector_features(),
+        "threading_layer": numba.threading_layer(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numba": numba.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def vector_features() -> list[str]:
+    """The vector instruction sets that Numba compiles for."""
+    from llvmlite import binding
+    from numba.core import config
+
+    if config.CPU_FEATURES is not None:
+        having = {f[1:] for f in config.CPU_FEATURES.split(",") if f.startswith("+")}
+    else:
+        having = {name for name, present in binding.get_host_cpu_features().items() if present}
+    return [f for f in ("avx2", "fma", "f16c", "avx512f", "avx512vnni", "avx512bf16", "neon", "sve") if f in having]
