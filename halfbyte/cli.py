@@ -15,13 +15,12 @@ from typing import Any
 
 from . import __version__
 
-LANGUAGES = ("torch", "numba", "triton", "metal")
-
 
 def ops(args: argparse.Namespace) -> int:
     """Print which op has a kernel in which language, and how many cases prove it."""
     from .cases import CASES
     from .listing import ops as listed
+    from .ops.dispatch import LANGUAGES
 
     found = listed()
     width = max(len(op.name) for op in found)

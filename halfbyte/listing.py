@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ class Op:
 
     family: str
     name: str
+    signature: str
     asked: tuple[tuple[str, str], ...]
     languages: frozenset[str] = field(default_factory=frozenset)
 
@@ -27,7 +29,7 @@ def ops() -> list[Op]:
         for function in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(function, ast.FunctionDef) and not function.name.startswith("_") and asked(function):
                 having = {"torch"} | {name for name, names in kernels.items() if function.name in names}
-                found.append(Op(path.stem, function.name, asked(function), frozenset(having)))
+                found.append(Op(path.stem, function.name, signature(function), asked(function), frozenset(having)))
     return found
 
 
@@ -38,6 +40,14 @@ def asked(function: ast.FunctionDef) -> tuple[tuple[str, str], ...]:
         for node in ast.walk(function)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "kernel"
     )
+
+
+def signature(function: ast.FunctionDef) -> str:
+    """name(parameters) as people write it: defaults, but no annotations."""
+    arguments = copy.deepcopy(function.args)
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+        argument.annotation = None
+    return f"{function.name}({ast.unparse(arguments)})"
 
 
 def languages() -> list[Path]:

@@ -1,7 +1,15 @@
 """Uninitialised memory is NaN in tests: a kernel that forgets an element fails."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from hypothesis import settings
+
+# `pytest --hypothesis-profile full` is what .ci/full runs.
+settings.register_profile("default", deadline=None)
+settings.register_profile("full", deadline=None, max_examples=1000)
+settings.load_profile("default")
 
 
 @pytest.fixture(autouse=True)
@@ -10,3 +18,9 @@ def poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def pytest_terminal_summary(terminalreporter):
+    sources = sorted((Path(__file__).parents[1] / "halfbyte").rglob("*.py"))
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources)
+    terminalreporter.write_line(f"the package has {lines} lines in {len(sources)} files")

@@ -1,0 +1,118 @@
+"""The command line: instant help, clear refusals, quiet exits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from halfbyte import __version__, listing
+from halfbyte.cli import main
+
+COMMAND = [sys.executable, "-m", "halfbyte"]
+
+
+def run(*args):
+    return subprocess.run([*COMMAND, *args], capture_output=True, text=True)
+
+
+def test_help_is_instant_and_loads_nothing_heavy():
+    """Best of three fresh processes, under 0.3 s."""
+    code = (
+        "import sys; from halfbyte.cli import main\n"
+        "try: main(['--help'])\n"
+        "finally: print([m for m in ('torch', 'numpy', 'numba', 'triton') if m in sys.modules])"
+    )
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        times.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("[]\n")
+    assert min(times) < 0.3
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    code = "import sys, halfbyte; print([m for m in ('torch', 'numpy', 'numba') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_help_names_every_command():
+    """The first line of a command's docstring is its help."""
+    text = " ".join(run("--help").stdout.split())
+    assert "ops Print which op has a kernel in which language" in text
+    assert "bench Measure this machine." in text
+    assert "WRONG, not timed" in " ".join(run("bench", "ops", "--help").stdout.split())
+
+
+def test_version():
+    assert run("--version").stdout == f"halfbyte {__version__}\n"
+
+
+def test_ops_prints_the_matrix(capsys):
+    assert main(["ops"]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["torch", "numba", "triton", "metal", "cases", "serving"]
+    assert {line for line in lines if not line.startswith(" ")} == {op.family for op in listing.ops()}
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith(" ")}
+    assert rows.keys() == {op.name for op in listing.ops()}
+    assert rows["rms_norm"][:4] == ["yes", "yes", "-", "-"]
+    assert all(int(row[4]) > int(row[5]) > 0 for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "the following arguments are required: command"),
+        (["nothing"], "invalid choice: 'nothing'"),
+        (["bench"], "the following arguments are required: what"),
+        (["bench", "ops", "--op", "nothing"], "no serving case of 'nothing'; ops are"),
+        (["bench", "ops", "--device", "toaster"], "invalid choice: 'toaster'"),
+        (["bench", "ops", "--seconds", "0"], "must be above 0, got 0"),
+        (["bench", "ops", "--seconds", "nan"], "must be above 0, got nan"),
+        (["bench", "ops", "--seconds", "soon"], "invalid positive value: 'soon'"),
+    ],
+    ids=" ".join,
+)
+def test_bad_usage_exits_2_and_says_why(args, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(args)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_bench_of_one_case_prints_json():
+    done = run("bench", "ops", "--device", "cpu", "--op", "softcap", "--seconds", "0.02", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    result = json.loads(done.stdout)
+    assert {"cpu", "threads", "vectors", "threading_layer", "read_bytes_per_second"} <= result["machine"].keys()
+    (row,) = result["rows"]
+    assert row["op"] == "softcap"
+    assert row["language"] == "numba"
+    assert row["wrong"] is False
+
+
+def test_interrupt_exits_130_quietly():
+    process = subprocess.Popen(
+        [*COMMAND, "bench", "ops", "--seconds", "9"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline()  # the header is out: it is measuring
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == ""
+
+
+def test_a_closed_reader_ends_it_quietly():
+    reader, writer = os.pipe()
+    process = subprocess.Popen([*COMMAND, "ops"], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    os.close(reader)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 141
+    assert errors == ""
