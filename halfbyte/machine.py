@@ -99,12 +99,11 @@ def cpu_name() -> str:
 
 
 def vector_features() -> list[str]:
-    """The vector instruction sets that Numba compiles for."""
+    """The vector instruction sets that Numba compiles for; the CPU's name where NUMBA_CPU_NAME asks for another."""
     from llvmlite import binding
     from numba.core import config
 
-    if config.CPU_FEATURES is not None:
-        having = {f[1:] for f in config.CPU_FEATURES.split(",") if f.startswith("+")}
-    else:
-        having = {name for name, present in binding.get_host_cpu_features().items() if present}
+    if config.CPU_NAME is not None:
+        return [str(config.CPU_NAME)]
+    having = {name for name, present in binding.get_host_cpu_features().items() if present}
     return [f for f in ("avx2", "fma", "f16c", "avx512f", "avx512vnni", "avx512bf16", "neon", "sve") if f in having]
