@@ -214,6 +214,16 @@ def test_no_machine_paths():
             assert not found, f"{path.name}: {text[found.start() - 30 : found.end() + 30]!r}"
 
 
+def test_readme_maps_every_file():
+    """Families are named once, as ops; their cases and kernels are files of the same name."""
+    written = set(re.findall(r"^\| `(\S+)` \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.M))
+    assert not [name for name in written if not (ROOT / name).exists()]
+    families = {path.name for path in (PACKAGE / "ops").glob("*.py")} | {"__init__.py", "__main__.py", "case.py"}
+    mirrored = [path for path in SOURCES if path.parent.parent == PACKAGE / "kernels" or part(path) == "cases"]
+    named = {path.relative_to(ROOT).as_posix() for path in SOURCES if path not in mirrored or path.name not in families}
+    assert {name for name in named if not name.endswith(("/__init__.py", "/__main__.py"))} <= written
+
+
 def test_readme_examples_run():
     """The Python blocks run here, the two shell commands in .ci/run, as they stand; other blocks are fenced as text."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
