@@ -203,6 +203,7 @@ def route(
 
 
 COLUMNS = 512  # columns a task
+FEW = 4 * SERIAL  # one fused multiply-add an element: below this a second thread gains less than waking it costs
 
 
 @njit(forceinline=True)
@@ -234,7 +235,7 @@ def combine_columns(y, weights, residual, shared, shared_gate, result, row, A, D
 @njit(parallel=True, cache=True)
 def combine_kernel(y, weights, residual, shared, shared_gate, result, A, D):
     rows, runs = result.size // D, (D + COLUMNS - 1) // COLUMNS
-    if y.size < SERIAL:
+    if y.size < FEW:
         for row in range(rows):
             combine_columns(y, weights, residual, shared, shared_gate, result, row, A, D, 0, D)
     else:
@@ -257,7 +258,7 @@ def add_columns(y, weights, tokens, result, D, start, stop):
 
 @njit(parallel=True, cache=True)
 def bucket_kernel(y, weights, tokens, result, D):
-    if y.size < SERIAL:
+    if y.size < FEW:
         add_columns(y, weights, tokens, result, D, 0, D)
     else:
         for task in prange((D + COLUMNS - 1) // COLUMNS):
