@@ -304,3 +304,36 @@ def prefetch(typing, a, i):
         return context.get_dummy_value()
 
     return types.void(a, types.intp), generate
+
+
+@intrinsic
+def totals(typing, vectors):
+    """The sums of the lanes of sixteen vectors (a tuple), one a lane; each adds as `total` does, wherever it stands."""
+
+    def generate(context, builder, signature, args):
+        vectors, half = cgutils.unpack_tuple(builder, args[0], WIDTH), WIDTH // 2
+        while half:
+            folded = []
+            for low, high in zip(vectors[:half], vectors[half:], strict=True):
+                starts = [at + side for at in range(0, WIDTH, 2 * half) for side in (0, WIDTH)]
+                picks = [start + lane for start in starts for lane in range(half)]
+                left, right = ([pick + shift for pick in picks] for shift in (0, half))
+                left, right = (
+                    builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, WIDTH), side))
+                    for side in (left, right)
+                )
+                folded.append(builder.fadd(left, right))
+            vectors, half = folded, half // 2
+        return vectors[0]
+
+    return f32x16(vectors), generate
+
+
+@intrinsic
+def choose(typing, x, y, below, otherwise):
+    """Lane by lane: `below` where x < y, else `otherwise` (also where either is NaN)."""
+
+    def generate(context, builder, signature, args):
+        return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[2], args[3])
+
+    return f32x16(f32x16, f32x16, f32x16, f32x16), generate
