@@ -57,7 +57,7 @@ class Packed:
             require(biases is not None, "Packed", "biases", "given in affine mode")
             assert biases is not None
             require(biases.shape == scales.shape, "Packed", "biases", "of the shape of scales", biases, scales)
-            require(biases.dtype in FLOATS, "Packed", "biases", "float32, bfloat16 or float16", biases)
+            require(biases.dtype == scales.dtype, "Packed", "biases", "of the dtype of scales", biases, scales)
             require(biases.device == words.device, "Packed", "biases", "on the device of words", biases, words)
         else:
             require(scales.dtype == torch.uint8, "Packed", "scales", f"uint8 in {self.mode} mode", scales)
@@ -77,6 +77,10 @@ class Packed:
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight that this stands for, [..., N, K]."""
         return (*self.words.shape[:-1], self.words.shape[-1] * 32 // self.bits)
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return self.scales.dtype
 
     @property
     def device(self) -> torch.device:
@@ -101,7 +105,7 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Words uint32 [..., K bits / 32] of codes [..., K]: the inverse of `unpack`."""
     lanes = torch.arange(bits, device=codes.device)
-    stream = (codes[..., None] >> lanes & 1).flatten(-2).unflatten(-1, (-1, 32))
+    stream = (codes[..., None] >> lanes & 1).reshape(*codes.shape[:-1], codes.shape[-1] * bits // 32, 32)
     words = (stream << torch.arange(32, device=codes.device)).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int().view(torch.uint32)
 
@@ -129,7 +133,7 @@ def fp_codes(grouped: Tensor, mode: str, global_scale: Tensor | None) -> tuple[T
         scales = _e4m3_codes(ideal if factor is None else ideal.float() * factor)
         step = decoded_scales(scales, mode).to(dtype)
     else:
-        exponent = torch.where(ideal == 0, 0.0, torch.ceil(torch.log2(ideal.float()))).clamp(-127, 127)
+        exponent = torch.where(ideal == 0, 0.0, torch.ceil(torch.log2(ideal.double()).float())).clamp(-127, 127)
         scales = (exponent + 127).to(torch.uint8)
         step = torch.ldexp(torch.ones_like(exponent), exponent.int()).to(dtype)
     scaled = torch.where(step[..., None] == 0, 0.0, grouped / step[..., None])

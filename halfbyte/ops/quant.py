@@ -51,8 +51,9 @@ def quantize(
     if global_scale is not None:
         global_scale = torch.as_tensor(global_scale, dtype=torch.float32, device=w.device)
     if found := kernel("quant", "quantize", w):
-        return found(w, bits, group, mode, global_scale)  # type: ignore[no-any-return]
-    grouped = w.reshape(*w.shape[:-1], -1, group)
+        words, scales, biases = found(w, bits, group, mode, global_scale)
+        return Packed(words, scales, biases, bits, group, mode, global_scale)
+    grouped = w.reshape(*w.shape[:-1], w.shape[-1] // group, group)
     if mode == "affine":
         codes, scales, biases = affine_codes(grouped.float(), bits)
         stored = biases.to(w.dtype)
@@ -71,7 +72,7 @@ def dequantize(p: Packed, dtype: torch.dtype = torch.float32, *, out: Tensor | N
     require_out("dequantize", out, p.shape, dtype, p.device)
     if dtype != torch.float64 and (found := kernel("quant", "dequantize", p.words)):
         return found(p, dtype, out=out)  # type: ignore[no-any-return]
-    codes = unpack(p.words, p.bits).unflatten(-1, (-1, p.group))
+    codes = unpack(p.words, p.bits).reshape(*p.scales.shape, p.group)
     if p.mode == "affine":
         assert p.biases is not None
         w = codes.to(dtype) * p.scales[..., None].to(dtype) + p.biases[..., None].to(dtype)
@@ -147,10 +148,10 @@ def embed(ids: Tensor, w: Packed | Tensor, dtype: torch.dtype = torch.float32, *
 
 
 def require_ids(op: str, argument: str, ids: Tensor, count: int) -> None:
-    """Ids lie in [0, count). Read on a CPU only: on a GPU that would wait for the device, so there the caller checks."""
+    """Ids lie in [0, count). Read on a CPU only: a GPU would have to be waited for, so there the caller checks."""
     if ids.device.type == "cpu" and ids.numel():
         low, high = ids.aminmax()
-        require(0 <= int(low) and int(high) < count, op, argument, f"in [0, {count})", int(low), int(high))
+        require(int(low) >= 0 and int(high) < count, op, argument, f"in [0, {count})", int(low), int(high))
 
 
 def _matrix(op: str, w: Packed | Tensor) -> tuple[int, int]:

@@ -1,0 +1,323 @@
+"""Dot products of packed weight rows with prepared activations: the inner loop of every product, as LLVM IR.
+
+Weights are never unpacked to memory. A block is what sixteen lanes hold of a row: lane l has V consecutive weights, so
+activations are prepared once, permuted to match: prepared[block, j, l] = x[block, l V + j]. One shift and one mask then
+give the j-th weight of all lanes, OR-ed under the exponent of 1.0 instead of converted: u = 1 + q / 2^b. Sums are of
+(u - 1.5) x, small and signed; what that takes from the weights, the middle of their group's range, is given back with
+the bias through sums of x over each group:
+
+    sum w x = 2^b sum_g scale_g sum (u - 1.5) x  +  sum_g (bias_g + 2^(b - 1) scale_g) sum x
+
+The 1.5 is subtracted from each u, or, where lanes are short (4 and 8 bits), a lane's sum starts at -1.5 sum_j x_j,
+which the activations bring along: that costs nothing.
+
+Four rows are done together: they share the activations, and four streams far apart keep more of the memory busy. Every
+output element has the same order of operations in every variant, so one row and many rows give the same bits.
+
+Numba specialises on types, so a format travels as the type of an empty array: `form` says by its rank which of FORMATS
+and by its dtype how scales are stored, `grouping` by its rank which of GROUPS.
+"""
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .lanes import F32, FVEC, I8, I16, I32, I64, IVEC, WIDTH, call, constant, fused, read, splatted, widened
+
+FORMATS = ("dense", "affine1", "affine2", "affine3", "affine4", "affine5", "affine6", "affine8", "fp4", "fp8")
+GROUPS = (16, 32, 64, 128)
+VALUES = {"dense": 1, "affine1": 32, "affine2": 16, "affine3": 32, "affine4": 8, "affine5": 32, "affine6": 16,
+          "affine8": 4, "fp4": 4, "fp8": 2}  # fmt: skip
+KINDS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16, "e8m0": np.uint8, "e4m3": np.int8}
+HALF = ir.HalfType()
+PREFETCH = 1024  # bytes ahead in each of the four streams
+
+
+def token(form, kind, group):
+    """The two empty arrays that stand for a format in a kernel's signature."""
+    return np.empty((0,) * (1 + FORMATS.index(form)), KINDS[kind]), np.empty((0,) * (1 + GROUPS.index(group)), np.uint8)
+
+
+def starts(form):
+    """Whether a lane's sum starts at a vector that the prepared activations bring along, before their V others."""
+    return form in ("affine4", "affine8")
+
+
+class Layout:
+    """What the codes of one format look like to the code generator."""
+
+    def __init__(self, form, grouping):
+        self.name = FORMATS[form.ndim - 1]
+        self.group = GROUPS[grouping.ndim - 1]
+        self.values = VALUES[self.name]
+        self.block = WIDTH * self.values
+        self.affine = self.name.startswith("affine")
+        self.started = starts(self.name)
+        self.prepared = self.block + WIDTH * self.started
+        self.bits = {"fp4": 4, "fp8": 8}.get(self.name) or (int(self.name[6:]) if self.affine else 0)
+        self.kind = {v: k for k, v in KINDS.items()}[np.dtype(form.dtype.name).type]
+        self.stored = {"float32": F32, "bfloat16": I16, "float16": HALF, "e8m0": I8, "e4m3": I8}[self.kind]
+        self.stored_bytes = {F32: 4, I16: 2, HALF: 2, I8: 1}[self.stored]
+        # What the values below must be multiplied with, once, at the end of a row.
+        self.factor = float(1 << self.bits) if self.affine else {"dense": 1.0, "fp4": 2.0**14, "fp8": 2.0**8}[self.name]
+
+    @property
+    def lane_bytes(self):
+        return self.stored_bytes if self.name == "dense" else self.values * self.bits // 8
+
+    def row_bytes(self, K):
+        return K * self.stored_bytes if self.name == "dense" else K * self.bits // 8
+
+    def lane_values(self, builder, pointer, n):
+        """The V vectors of a block: all lanes, or the first n."""
+        if self.name == "dense":
+            return [widened(builder, read(builder, pointer, ir.VectorType(self.stored, WIDTH), n))]
+        if self.affine:
+            return self._affine_values(builder, pointer, n)
+        codes = read(builder, pointer, ir.VectorType(I16, WIDTH), n)
+        return [self._small_float(builder, codes, j) for j in range(self.values)]
+
+    def _affine_values(self, builder, pointer, n):
+        b, count = self.bits, self.values * self.bits // 32
+        loaded = read(builder, pointer, ir.VectorType(I32, WIDTH * count), n and builder.mul(n, I64(count)))
+        words = [
+            builder.shuffle_vector(loaded, loaded, ir.Constant(IVEC, [lane * count + word for lane in range(WIDTH)]))
+            for word in range(count)
+        ]
+        values = []
+        for j in range(self.values):
+            word, start = divmod(j * b, 32)
+            code = shifted(builder, words[word], 23 - b - start)
+            if start + b > 32:  # the code goes on in the next word
+                code = builder.or_(code, shifted(builder, words[word + 1], 32 - start + 23 - b))
+            code = builder.and_(code, constant(IVEC, ((1 << b) - 1) << (23 - b)))
+            value = builder.bitcast(builder.or_(code, constant(IVEC, 0x3F800000)), FVEC)
+            values.append(value if self.started else builder.fsub(value, constant(FVEC, 1.5)))
+        return values
+
+    def _small_float(self, builder, codes, j):
+        """e2m1 and e4m3 codes moved to where half floats have their fields: the value times 2^-14 or 2^-8."""
+        kind = codes.type
+        exponent = {"fp4": 0x0E00, "fp8": 0x3F80}[self.name]
+        sign = builder.and_(shifted(builder, codes, 16 - self.bits * (j + 1)), constant(kind, 0x8000))
+        low = builder.and_(
+            shifted(builder, codes, {"fp4": 9, "fp8": 7}[self.name] - self.bits * j), constant(kind, exponent)
+        )
+        if self.name == "fp8":  # all ones is NaN
+            low = builder.select(
+                builder.icmp_unsigned("==", low, constant(kind, exponent)), constant(kind, 0x7E00), low
+            )
+        half = builder.bitcast(builder.or_(sign, low), ir.VectorType(HALF, WIDTH))
+        return builder.fpext(half, FVEC)
+
+    def scale_lanes(self, builder, scales, block, n):
+        """Each lane's scale. `scales` points to the row's scales; n counts the lanes in use, None for all."""
+        lanes_a_group = self.group // self.values
+        if lanes_a_group >= WIDTH:
+            index = builder.udiv(block, I64(lanes_a_group // WIDTH))
+            pointer = builder.gep(scales, [builder.mul(index, I64(self.stored_bytes))])
+            scalar = read(builder, pointer, ir.VectorType(self.stored, 1))
+            return splatted(builder, FVEC, builder.extract_element(self.decoded_scales(builder, scalar), I32(0)))
+        count = WIDTH // lanes_a_group
+        pointer = builder.gep(scales, [builder.mul(block, I64(count * self.stored_bytes))])
+        some = None if n is None else builder.udiv(n, I64(lanes_a_group))
+        few = self.decoded_scales(builder, read(builder, pointer, ir.VectorType(self.stored, count), some))
+        return builder.shuffle_vector(few, few, ir.Constant(IVEC, [lane // lanes_a_group for lane in range(WIDTH)]))
+
+    def decoded_scales(self, builder, raw):
+        if self.kind not in ("e8m0", "e4m3"):
+            return widened(builder, raw)
+        count = raw.type.count
+        ints, floats = ir.VectorType(I32, count), ir.VectorType(F32, count)
+        code = builder.zext(raw, ints)
+        if self.kind == "e8m0":  # an exponent; 0 is 2^-127, which float32 has only below its normal numbers
+            power = builder.shl(code, constant(ints, 23))
+            zero = builder.icmp_unsigned("==", code, constant(ints, 0))
+            return builder.bitcast(builder.select(zero, constant(ints, 0x00400000), power), floats)
+        shorts = ir.VectorType(I16, count)
+        code = builder.zext(raw, shorts)
+        sign = builder.and_(builder.shl(code, constant(shorts, 8)), constant(shorts, 0x8000))
+        low = builder.and_(builder.shl(code, constant(shorts, 7)), constant(shorts, 0x3F80))
+        low = builder.select(builder.icmp_unsigned("==", low, constant(shorts, 0x3F80)), constant(shorts, 0x7E00), low)
+        half = builder.bitcast(builder.or_(sign, low), ir.VectorType(HALF, count))
+        return builder.fmul(builder.fpext(half, floats), constant(floats, 256.0))
+
+
+def shifted(builder, v, left):
+    """v << left, or v >> -left."""
+    if left >= 0:
+        return builder.shl(v, constant(v.type, left))
+    return builder.lshr(v, constant(v.type, -left))
+
+
+def _emit_block(builder, layout, rows, xs, block, n, sums):
+    """Add one block of each weight row times each activation row to the running sums."""
+    width = layout.row_bytes(layout.block)
+    starts = [builder.gep(words, [builder.mul(block, I64(width))]) for words, _, _ in rows]
+    if n is None:
+        for start in starts:
+            ahead = builder.gep(start, [I64(PREFETCH)])
+            call(builder, "llvm.prefetch.p0", ir.VoidType(), ahead, I32(0), I32(3), I32(1))
+    values = [layout.lane_values(builder, start, n) for start in starts]
+    inner = [[None] * len(xs) for _ in rows]
+    offset = builder.mul(block, I64(4 * layout.prepared))
+    if layout.started:
+        for m, x in enumerate(xs):
+            start = read(builder, builder.gep(x, [offset]), FVEC)
+            for r in range(len(rows)):
+                inner[r][m] = start
+        offset = builder.add(offset, I64(4 * WIDTH))
+    for j in range(layout.values):
+        place = builder.add(offset, I64(4 * WIDTH * j))
+        activations = [read(builder, builder.gep(x, [place]), FVEC) for x in xs]
+        for r in range(len(rows)):
+            for m, activation in enumerate(activations):
+                if layout.name == "dense":
+                    builder.store(fused(builder, values[r][j], activation, builder.load(sums[r][m])), sums[r][m])
+                elif inner[r][m] is None:
+                    inner[r][m] = builder.fmul(values[r][j], activation)
+                else:
+                    inner[r][m] = fused(builder, values[r][j], activation, inner[r][m])
+    if layout.name != "dense":
+        for r, (_, scales, _) in enumerate(rows):
+            scale = layout.scale_lanes(builder, scales, block, n)
+            for m in range(len(xs)):
+                builder.store(fused(builder, inner[r][m], scale, builder.load(sums[r][m])), sums[r][m])
+
+
+def _emit_biases(builder, layout, rows, group_sums, first, n, sums):
+    """Add sixteen groups' (bias + 2^(b - 1) scale) sum x to the running sums, which are already times 2^b."""
+    kind = ir.VectorType(layout.stored, WIDTH)
+    offset = builder.mul(first, I64(layout.stored_bytes))
+    xsums = [read(builder, builder.gep(g, [builder.mul(first, I64(4))]), FVEC, n) for g in group_sums]
+    for r, (_, scales, biases) in enumerate(rows):
+        scale = widened(builder, read(builder, builder.gep(scales, [offset]), kind, n))
+        bias = widened(builder, read(builder, builder.gep(biases, [offset]), kind, n))
+        coefficient = fused(builder, scale, constant(FVEC, 0.5 * layout.factor), bias)
+        for m, xsum in enumerate(xsums):
+            builder.store(fused(builder, coefficient, xsum, builder.load(sums[r][m])), sums[r][m])
+
+
+def _emit_total(builder, v):
+    count = WIDTH
+    while count > 1:
+        count //= 2
+        picks = ir.VectorType(I32, count)
+        low = builder.shuffle_vector(v, v, ir.Constant(picks, list(range(count))))
+        high = builder.shuffle_vector(v, v, ir.Constant(picks, list(range(count, 2 * count))))
+        v = builder.fadd(low, high)
+    return builder.extract_element(v, I32(0))
+
+
+def _make_dot(M):
+    """dot4xM(form, grouping, K, words, scales, biases, rows, x, x_offsets, sums, sum_offsets) -> 4 M float32.
+
+    words, scales, biases: addresses of a packed matrix; rows: which four of its rows. x: prepared activations;
+    x_offsets, sum_offsets: where each of the M rows begins in x and in the group sums.
+    """
+
+    @intrinsic
+    def dot(typing, form, grouping, K, words, scales, biases, rows, x, x_offsets, sums, sum_offsets):
+        layout = Layout(form, grouping)
+        result = types.UniTuple(types.float32, 4 * M)
+
+        def generate(context, builder, signature, args):
+            K, base_words, base_scales, base_biases = args[2:6]
+            x_data = context.make_array(signature.args[7])(context, builder, args[7]).data
+            g_data = context.make_array(signature.args[9])(context, builder, args[9]).data
+            byte = I8.as_pointer()
+            row_bytes = (
+                builder.mul(K, I64(layout.stored_bytes))
+                if layout.name == "dense"
+                else builder.udiv(builder.mul(K, I64(layout.bits)), I64(8))
+            )
+            G = builder.udiv(K, I64(layout.group))
+            scale_bytes = builder.mul(G, I64(layout.stored_bytes))
+            picked = []
+            for row in cgutils.unpack_tuple(builder, args[6], 4):
+                step = builder.mul(row, scale_bytes)
+                picked.append((
+                    builder.inttoptr(builder.add(base_words, builder.mul(row, row_bytes)), byte),
+                    builder.inttoptr(builder.add(base_scales, step), byte),
+                    builder.inttoptr(builder.add(base_biases, step), byte),
+                ))  # fmt: skip
+            offsets = cgutils.unpack_tuple(builder, args[8], M)
+            xs = [builder.bitcast(builder.gep(x_data, [o]), byte) for o in offsets]
+            offsets = cgutils.unpack_tuple(builder, args[10], M)
+            group_sums = [builder.bitcast(builder.gep(g_data, [o]), byte) for o in offsets]
+            running = [[cgutils.alloca_once_value(builder, constant(FVEC, 0.0)) for _ in range(M)] for _ in range(4)]
+            for line in running:
+                for place in line:
+                    builder.store(constant(FVEC, 0.0), place)
+
+            blocks = builder.udiv(K, I64(layout.block))
+            with cgutils.for_range(builder, blocks) as loop:
+                _emit_block(builder, layout, picked, xs, loop.index, None, running)
+            rest = builder.urem(K, I64(layout.block))
+            with builder.if_then(builder.icmp_unsigned("!=", rest, I64(0))):
+                _emit_block(builder, layout, picked, xs, blocks, builder.udiv(rest, I64(layout.values)), running)
+            if layout.factor != 1.0:
+                for line in running:
+                    for place in line:
+                        builder.store(builder.fmul(builder.load(place), constant(FVEC, layout.factor)), place)
+            if layout.affine:
+                whole = builder.udiv(G, I64(WIDTH))
+                with cgutils.for_range(builder, whole) as loop:
+                    first = builder.mul(loop.index, I64(WIDTH))
+                    _emit_biases(builder, layout, picked, group_sums, first, None, running)
+                some = builder.urem(G, I64(WIDTH))
+                with builder.if_then(builder.icmp_unsigned("!=", some, I64(0))):
+                    first = builder.mul(whole, I64(WIDTH))
+                    _emit_biases(builder, layout, picked, group_sums, first, some, running)
+            totals = [_emit_total(builder, builder.load(place)) for line in running for place in line]
+            return context.make_tuple(builder, signature.return_type, totals)
+
+        intp = types.intp
+        four, several = types.UniTuple(intp, 4), types.UniTuple(intp, M)
+        return result(form, grouping, intp, intp, intp, intp, four, x, several, sums, several), generate
+
+    return dot
+
+
+dot4x1 = _make_dot(1)
+dot4x4 = _make_dot(4)
+
+
+@intrinsic
+def row_values(typing, form, grouping, K, words, scales, biases, row, block, lanes, buffer, at):
+    """Write one block of one row, as exact weights in lane order [V, 16], to buffer[at:]; `lanes` of it lie inside."""
+    layout = Layout(form, grouping)
+
+    def generate(context, builder, signature, args):
+        K, base_words, base_scales, base_biases, row, block, n = args[2:9]
+        byte = I8.as_pointer()
+        step = (
+            builder.mul(K, I64(layout.stored_bytes))
+            if layout.name == "dense"
+            else builder.udiv(builder.mul(K, I64(layout.bits)), I64(8))
+        )
+        place = builder.add(builder.mul(row, step), builder.mul(block, I64(layout.row_bytes(layout.block))))
+        values = layout.lane_values(builder, builder.inttoptr(builder.add(base_words, place), byte), n)
+        if layout.name != "dense":
+            G = builder.udiv(K, I64(layout.group))
+            offset = builder.mul(builder.mul(row, G), I64(layout.stored_bytes))
+            pointer = builder.inttoptr(builder.add(base_scales, offset), byte)
+            scale = builder.fmul(layout.scale_lanes(builder, pointer, block, n), constant(FVEC, layout.factor))
+            if layout.affine:
+                pointer = builder.inttoptr(builder.add(base_biases, offset), byte)
+                bias = layout.scale_lanes(builder, pointer, block, n)
+                # u = 1 + q / 2^b, or less 1.5: q / 2^b is exact either way
+                away = constant(FVEC, 1.0 if layout.started else -0.5)
+                values = [fused(builder, builder.fsub(v, away), scale, bias) for v in values]
+            else:
+                values = [builder.fmul(v, scale) for v in values]
+        data = context.make_array(signature.args[9])(context, builder, args[9]).data
+        for j, v in enumerate(values):
+            pointer = builder.gep(data, [builder.add(args[10], I64(WIDTH * j))])
+            builder.store(v, builder.bitcast(pointer, FVEC.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    intp = types.intp
+    return types.void(form, grouping, intp, intp, intp, intp, intp, intp, intp, buffer, intp), generate

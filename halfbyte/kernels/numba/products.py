@@ -1,0 +1,152 @@
+"""Products of packed matrices with rows of activations: what `qmm` and the expert ops share.
+
+One kernel serves all of them. A job is a packed matrix, given by addresses (so experts may lie anywhere), and the rows
+of activations that it multiplies. Tasks are (job, four weight rows); the rows of activations are taken in chunks that
+stay in cache while the weights stream by.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+from numba import njit, prange
+
+from .dots import VALUES, dot4x1, dot4x4, starts, token
+from .lanes import WIDTH
+
+CHUNK = 32  # rows of activations that pass over a matrix together: 512 KB at K = 4096
+SMALL = 1 << 15  # weights: below this the work stays on the calling thread
+
+
+class Format:
+    """How one matrix is stored, as the kernels take it, and the shape of activations prepared for it."""
+
+    def __init__(self, form, kind, group):
+        self.form, self.grouping = token(form, kind, group)
+        self.values, self.group = VALUES[form], group
+        self.started, self.affine = starts(form), form.startswith("affine")
+        self.dense = form == "dense"
+
+    def row_stride(self, K):
+        """Floats that one prepared row of activations takes."""
+        return -(-K // (WIDTH * self.values)) * WIDTH * (self.values + self.started)
+
+
+KIND = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
+
+
+@lru_cache(maxsize=256)
+def _format(mode, bits, group, kind):
+    if mode == "dense":
+        return Format("dense", KIND[kind], 16)
+    if mode == "affine":
+        return Format(f"affine{bits}", KIND[kind], group)
+    return Format("fp8" if mode == "mxfp8" else "fp4", "e4m3" if mode == "nvfp4" else "e8m0", group)
+
+
+def format_of(w):
+    """The Format of a Packed, of an expert provider that has its fields, or of a dense tensor."""
+    if hasattr(w, "bits"):
+        return _format(w.mode, w.bits, w.group, str(w.scale_dtype))
+    return _format("dense", 0, 16, str(w.dtype))
+
+
+@njit
+def prepare_row(x, base, K, values, started, group, prepared, place, sums, sums_at):
+    """One row, permuted to the lanes of its weights' blocks, zeros after the end; then its sums over groups."""
+    for block in range((K + WIDTH * values - 1) // (WIDTH * values)):
+        first = block * WIDTH * values
+        to = place + block * WIDTH * (values + started)
+        for lane in range(WIDTH):
+            total = np.float32(0)
+            for j in range(values):
+                i = first + lane * values + j
+                v = x[base + i] if i < K else np.float32(0)
+                prepared[to + (j + started) * WIDTH + lane] = v
+                total += v
+            if started:
+                prepared[to + lane] = np.float32(-1.5) * total
+    if sums.size:
+        for g in range(K // group):
+            total = np.float32(0)
+            for i in range(group):
+                total += x[base + g * group + i]
+            sums[sums_at + g] = total
+
+
+@njit(parallel=True, cache=True)
+def prepare_kernel(x, K, values, started, group, prepared, stride, sums):
+    rows, G = x.size // K, K // group
+    if rows < 4:
+        for row in range(rows):
+            prepare_row(x, row * K, K, values, started, group, prepared, row * stride, sums, row * G)
+    else:
+        for row in prange(rows):
+            prepare_row(x, row * K, K, values, started, group, prepared, row * stride, sums, row * G)
+
+
+def prepare(form, x, K):
+    """The rows of the flat float32 array x, prepared for `form`, and their group sums."""
+    rows, stride = x.size // K, form.row_stride(K)
+    prepared = np.empty(rows * stride, np.float32)
+    sums = np.empty(rows * (K // form.group) if form.affine else 0, np.float32)
+    prepare_kernel(x, K, form.values, int(form.started), form.group, prepared, stride, sums)
+    return prepared, sums
+
+
+@njit
+def product_tile(
+    form, grouping, K, N, words, scales, biases, tile, tiles, x_rows, y_rows, low, high, x, stride, sums, G, y
+):
+    """Four weight rows, a quarter of the matrix apart, times the activation rows listed in [low, high)."""
+    last = N - 1
+    rows = (tile, min(tile + tiles, last), min(tile + 2 * tiles, last), min(tile + 3 * tiles, last))
+    i = low
+    while i + 4 <= high:
+        a, b, c, d = x_rows[i], x_rows[i + 1], x_rows[i + 2], x_rows[i + 3]
+        x_at, sums_at = (a * stride, b * stride, c * stride, d * stride), (a * G, b * G, c * G, d * G)
+        dots = dot4x4(form, grouping, K, words, scales, biases, rows, x, x_at, sums, sums_at)
+        for r in range(4):
+            for m in range(4):
+                y[y_rows[i + m] * N + rows[r]] = dots[4 * r + m]
+        i += 4
+    while i < high:
+        row = x_rows[i]
+        few = dot4x1(form, grouping, K, words, scales, biases, rows, x, (row * stride,), sums, (row * G,))
+        for r in range(4):
+            y[y_rows[i] * N + rows[r]] = few[r]
+        i += 1
+
+
+@njit(parallel=True, cache=True)
+def products_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, sums, G, y):
+    """Jobs j: matrix at words[j], ... times the rows listed in [first[j], first[j + 1])."""
+    jobs, tiles = words.size, (N + 3) // 4
+    most = 0
+    for j in range(jobs):
+        most = max(most, first[j + 1] - first[j])
+    if jobs * N * K < SMALL:
+        for task in range(jobs * tiles):
+            j, tile = task // tiles, task % tiles
+            product_tile(
+                form, grouping, K, N, words[j], scales[j], biases[j], tile, tiles, x_rows, y_rows, first[j],
+                first[j + 1], x, stride, sums, G, y,
+            )  # fmt: skip
+    else:
+        for start in range(0, most, CHUNK):
+            for task in prange(jobs * tiles):
+                j, tile = np.intp(task) // tiles, np.intp(task) % tiles
+                low = first[j] + start
+                high = min(first[j + 1], low + CHUNK)
+                if low < high:
+                    product_tile(
+                        form, grouping, K, N, words[j], scales[j], biases[j], tile, tiles, x_rows, y_rows, low, high,
+                        x, stride, sums, G, y,
+                    )  # fmt: skip
+
+
+def multiply(form, addresses, first, x_rows, y_rows, prepared, sums, y, N, K):
+    """Run jobs. addresses: int64 [3, J] of words, scales, biases; y: flat float32, rows of N."""
+    products_kernel(
+        form.form, form.grouping, K, N, addresses[0], addresses[1], addresses[2], first, x_rows, y_rows, prepared,
+        form.row_stride(K), sums, K // form.group if form.affine else 0, y,
+    )  # fmt: skip
