@@ -34,7 +34,9 @@ def append(
         require(ring or L <= S, "append", "new", "at most S rows", new, cache)
     elif lengths.device.type == "cpu":
         for length in lengths.tolist():
-            require(length >= L and (ring or length <= S), "append", "lengths", "from L to S (to any, ring)", lengths, L)
+            require(
+                length >= L and (ring or length <= S), "append", "lengths", "from L to S (to any, ring)", lengths, L
+            )
     if found := kernel("cache", "append", cache):
         return found(cache, new, slots=slots, lengths=lengths, ring=ring)  # type: ignore[no-any-return]
     if new.numel() == 0:

@@ -217,7 +217,9 @@ def tile_values(scores, query, lows, highs, values, start_row, S, o, at, Dv):
 
 
 @njit(inline="always", error_model="numpy")
-def attend_tile(packed, width, count, lows, highs, tile, keys, more, values, S, scale, softcap, scores, peaks, sums, at, o, Dv):
+def attend_tile(
+    packed, width, count, lows, highs, tile, keys, more, values, S, scale, softcap, scores, peaks, sums, at, o, Dv
+):
     """One tile for one block of queries: peaks, sums at `at` and o [count, Dv] at `at Dv`."""
     start = tile * TILE
     near, far = np.empty(count, np.int64), np.empty(count, np.int64)
@@ -332,7 +334,12 @@ def attend_block(
     peaks, sums, o = parts
     merged = peaks.size == 0
     if merged:
-        at, peaks, sums, o = 0, np.empty(count, np.float32), np.empty(count, np.float32), np.empty(count * Dv, np.float32)
+        at, peaks, sums, o = (
+            0,
+            np.empty(count, np.float32),
+            np.empty(count, np.float32),
+            np.empty(count * Dv, np.float32),
+        )
     for tile in range(tile_from, tile_to):
         attend_tile(
             packed, width, count, lows, highs, tile, k_rows, e_rows, v_rows, S, scale, softcap, scores, peaks, sums, at, o, Dv
@@ -381,7 +388,24 @@ def attention_kernel(
     parts, running, queries = (part_peaks, part_sums, part_o), (peaks, sums, y), len(tiles) * count
     tasks = starts[-1] if part_peaks.size else len(tiles)
     for turn in prange(tasks):
-        run_task(q, q_pe, k, e, v, strides, slots, lengths, sizes, options, tiles, starts, parts, running, np.int64(turn), count)
+        run_task(
+            q,
+            q_pe,
+            k,
+            e,
+            v,
+            strides,
+            slots,
+            lengths,
+            sizes,
+            options,
+            tiles,
+            starts,
+            parts,
+            running,
+            np.int64(turn),
+            count,
+        )
     for query in prange(queries):
         merge_query(sizes, starts, count, parts, running, np.int64(query))
 

@@ -31,10 +31,14 @@ def append_kernel(cache, slot_stride, row_stride, new, slots, lengths, L, S, wid
     total = slots.size * rows
     if total * width < SERIAL:
         for task in range(total):
-            copy_row(cache, slot_stride, row_stride, new, slots, lengths, L, S, width, task // rows, first + task % rows)
+            copy_row(
+                cache, slot_stride, row_stride, new, slots, lengths, L, S, width, task // rows, first + task % rows
+            )
     else:
         for task in prange(total):
-            copy_row(cache, slot_stride, row_stride, new, slots, lengths, L, S, width, task // rows, first + task % rows)
+            copy_row(
+                cache, slot_stride, row_stride, new, slots, lengths, L, S, width, task // rows, first + task % rows
+            )
 
 
 @njit
