@@ -1,8 +1,9 @@
 """Times the serving cases against their torch bodies and against memory; will not time what is wrong.
 
 A round is a turn of kernel calls, a turn of body calls and one read of the probe, so that all three meet the same
-neighbours; every figure is the median over rounds, and ratios are formed inside a round. Each call takes the next of
-enough copies of the inputs to exceed every cache, so weights come from memory. Python's call overhead is inside.
+neighbours; every figure is the median over rounds, and ratios are formed inside a round. Rounds in which our threads
+queued for a CPU do not count. Each call takes the next of enough copies of the inputs to exceed every cache, so
+weights come from memory. Python's call overhead is inside.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .cases import Case
 from .check import LIMIT, error_ratio, tensors
-from .machine import READ_BYTES, ReadProbe
+from .machine import READ_BYTES, ReadProbe, queueing_seconds
 from .ops.dispatch import reference, trace
 
 ROTATED = 192 << 20  # bytes of inputs that calls rotate over: several times the last cache
 COPIES = 128
 MEMORY = 2 << 30
 ROUNDS = 7
+QUEUED = 0.1  # a round counts unless our threads waited this part of it for a CPU
+PATIENCE = 5  # times the given seconds that calm rounds are waited for
 CHECKED = (torch.float32, torch.bfloat16)
 WORKING = torch.float32  # activations on a CPU
 
@@ -49,9 +52,16 @@ class Row:
     bytes_per_second: float | None = None
     of_read: float | None = None
     from_memory: bool | None = None
+    busy: bool | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class Round(NamedTuple):
+    kernel: float
+    body: float
+    read: float
 
 
 def bench(cases: Iterable[Case], probe: ReadProbe, seconds: float, progress: Callable[[str], None]) -> Iterator[Row]:
@@ -79,31 +89,34 @@ def check(case: Case) -> Row:
 
 
 def measure(case: Case, row: Row, probe: ReadProbe, seconds: float) -> None:
-    """Fill in the row's times, spending about `seconds` on the kernel and as much on the body."""
+    """Fill in the row's times, from about `seconds` of the kernel and as much of its body; more on a busy machine."""
     original = case.inputs(WORKING)
     row.bytes_moved = moved(case, original)
     inputs = copies(original, row.bytes_moved)
     row.from_memory = len(inputs) * row.bytes_moved >= ROTATED
     turns = cycle(inputs)
-    kernel, body, read = [], [], []
     estimate = turn(case, turns, 3)
     with reference():
         body_estimate = turn(case, turns, 1)
-    if body_estimate > seconds:
-        body.append(body_estimate)
+    rounds: list[Round] = []
+    calm: list[Round] = []
     start = time.perf_counter()
-    for _ in range(ROUNDS):
-        kernel.append(turn(case, turns, calls(seconds, estimate)))
+    while len(calm) < ROUNDS and (not rounds or time.perf_counter() - start < PATIENCE * seconds):
+        began, queued = time.perf_counter(), queueing_seconds()
+        kernel, body = turn(case, turns, calls(seconds, estimate)), body_estimate
         if body_estimate <= seconds:
             with reference():
-                body.append(turn(case, turns, calls(seconds, body_estimate)))
-        read.append(probe.seconds())
-        if time.perf_counter() - start > 3 * seconds:
-            break
-    row.seconds, row.torch_seconds = statistics.median(kernel), statistics.median(body)
-    row.speedup = statistics.median(b / k for b, k in zip(body, kernel, strict=False))
+                body = turn(case, turns, calls(seconds, body_estimate))
+        rounds.append(Round(kernel, body, probe.seconds()))
+        if queueing_seconds() - queued < QUEUED * (time.perf_counter() - began):
+            calm.append(rounds[-1])
+    row.busy = len(calm) < 3
+    used = rounds if row.busy else calm
+    row.seconds = statistics.median(r.kernel for r in used)
+    row.torch_seconds = statistics.median(r.body for r in used)
+    row.speedup = statistics.median(r.body / r.kernel for r in used)
     row.bytes_per_second = row.bytes_moved / row.seconds
-    row.of_read = statistics.median(row.bytes_moved / k / (READ_BYTES / r) for k, r in zip(kernel, read, strict=True))
+    row.of_read = statistics.median(row.bytes_moved / r.kernel / (READ_BYTES / r.read) for r in used)
 
 
 def calls(seconds: float, estimate: float) -> int:
@@ -147,11 +160,18 @@ def line(row: Row, width: int) -> str:
         said = ", ".join(f"{name} {'inf' if r is None else f'{r:.3g}'}" for name, r in row.error_ratios.items())
         return f"{row.case:<{width}}  WRONG: error ratio {said} (limit {LIMIT:g}); not timed"
     assert row.seconds and row.torch_seconds and row.speedup and row.bytes_per_second and row.of_read is not None
-    notes = ["" if row.from_memory else "cached", "no kernel" if row.language == "torch" else ""]
-    return (
-        f"{row.case:<{width}}  {duration(row.seconds):>8}  torch {duration(row.torch_seconds):>8}  "
-        f"{row.speedup:>5.3g}x  {row.bytes_per_second / 1e9:>6.2f} GB/s  {row.of_read:>4.0%}  {' '.join(notes)}"
-    ).rstrip()
+    marks = {"cached": not row.from_memory, "no kernel": row.language == "torch", "busy": row.busy}
+    return "  ".join(
+        [
+            f"{row.case:<{width}}",
+            f"{duration(row.seconds):>8}",
+            f"torch {duration(row.torch_seconds):>8}",
+            f"{row.speedup:>5.3g}x",
+            f"{row.bytes_per_second / 1e9:>6.2f} GB/s",
+            f"{row.of_read:>4.0%}",
+            *(mark for mark, holds in marks.items() if holds),
+        ]
+    )
 
 
 def duration(seconds: float) -> str:

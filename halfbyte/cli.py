@@ -40,7 +40,8 @@ def bench_ops(args: argparse.Namespace) -> int:
     """Time every op at its serving shapes: kernel, torch body, GB/s, percent of read bandwidth.
 
     A kernel that is more than twice as far from the truth as its torch body is reported as WRONG, not timed, and makes
-    the exit status 1. "cached" marks inputs too small to rotate out of the caches.
+    the exit status 1. "cached" marks inputs too small to rotate out of the caches, "busy" a row that other processes
+    disturbed throughout.
     """
     from .bench import bench, header, line
     from .cases import CASES
