@@ -44,22 +44,27 @@ def sample(logits: Tensor, params: Sampling, seeds: Tensor, positions: Tensor, *
 
     g = -log(-log(u)), u = (bits >> 9 + 1/2) 2^-23, exact in float32 and inside (0, 1); the bits are lane id mod 4 of
     Philox4x32-10 with the seed's low and high word as key and (id // 4, position's low word, high word, 0) as counter.
-    NaN counts as -inf. Where the largest is infinite it is taken without a draw: +inf surely wins, and a row without a
-    number gives 0.
+    NaN counts as -inf. Where the largest s is infinite the largest logit is taken without a draw: +inf surely wins, a
+    row without a number gives 0.
     """
     _require_sample(logits, params, seeds, positions)
     require_out("sample", out, logits.shape[:1], torch.int32, logits.device)
     if found := kernel("sampling", "sample", logits):
         return found(logits, params, seeds, positions, out=out)  # type: ignore[no-any-return]
-    scaled, greedy = _scaled(logits, params)
-    best, likeliest = scaled.max(-1, keepdim=True).values, scaled.argmax(-1)
+    x = _penalised(logits, params)
+    scaled = x
+    if params.temperature is not None:
+        scaled = x / wide(params.temperature).to(x.dtype)[:, None]
+        scaled = scaled.masked_fill(scaled.isnan(), MINUS_INF)
+    best = scaled.max(-1, keepdim=True).values
     kept = _kept(scaled, best, params)
     drawn = (scaled + _gumbel(seeds, positions, logits.shape[1])).masked_fill(~kept, MINUS_INF).argmax(-1)
-    return deliver(torch.where(greedy | best[:, 0].isinf(), likeliest, drawn), torch.int32, out)
+    sure = best[:, 0].isinf() if params.temperature is None else best[:, 0].isinf() | (params.temperature == 0)
+    return deliver(torch.where(sure, x.argmax(-1), drawn), torch.int32, out)
 
 
-def _scaled(logits: Tensor, params: Sampling) -> tuple[Tensor, Tensor]:
-    """The logits after penalties and temperature, without NaN, and which rows are greedy."""
+def _penalised(logits: Tensor, params: Sampling) -> Tensor:
+    """The logits after the penalties, without NaN."""
     x = wide(logits)
 
     def column(field: Tensor) -> Tensor:
@@ -74,11 +79,7 @@ def _scaled(logits: Tensor, params: Sampling) -> tuple[Tensor, Tensor]:
             x = torch.where(seen, x - column(params.presence), x)
         if params.frequency is not None:
             x = x - column(params.frequency) * params.counts
-    greedy = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-    if params.temperature is not None:
-        greedy = params.temperature == 0
-        x = torch.where(greedy[:, None], x, x / column(params.temperature))
-    return x.masked_fill(x.isnan(), MINUS_INF), greedy
+    return x.masked_fill(x.isnan(), MINUS_INF)
 
 
 def _kept(scaled: Tensor, best: Tensor, params: Sampling) -> Tensor:
@@ -161,8 +162,8 @@ def _require_field(
         return
     require(isinstance(field, Tensor), "sample", name, "a tensor", field)
     if name == "top_k":
-        fits = field.dtype in INTEGERS
-        require(fits and field.device == logits.device, "sample", name, "integers on logits' device", field)
+        fits = field.dtype == torch.int32 and field.device == logits.device
+        require(fits, "sample", name, "int32 on logits' device", field)
     else:
         require_floats("sample", logits.device, **{name: field})
     require(field.shape == logits.shape[:1], "sample", name, "[B], one a row of logits", field, logits)

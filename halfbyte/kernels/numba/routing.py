@@ -182,8 +182,9 @@ def route_kernel(
     else:
         for row in prange(rows):
             route_row(
-                x, k, E, sigmoid, bias, groups, keep, renormalise, expert_scale, scaling, slots, ids, weights, row
-            )
+                x, k, E, sigmoid, bias, groups, keep, renormalise, expert_scale, scaling, slots, ids, weights,
+                np.int64(row),
+            )  # fmt: skip
 
 
 def route(
@@ -240,7 +241,7 @@ def combine_kernel(y, weights, residual, shared, shared_gate, result, A, D):
             combine_columns(y, weights, residual, shared, shared_gate, result, row, A, D, 0, D)
     else:
         for task in prange(rows * runs):
-            row, start = task // runs, task % runs * COLUMNS
+            row, start = np.int64(task) // runs, np.int64(task) % runs * COLUMNS
             stop = min(D, start + COLUMNS)
             combine_columns(y, weights, residual, shared, shared_gate, result, row, A, D, start, stop)
 

@@ -195,12 +195,13 @@ def find_cut(x, V, row, temperature, k, p, log_least, top, peaks):
     if 0 < k < V or p < 1:
         floor = MINUS_INF
         if 0 < k <= peaks.shape[1]:
-            floor, _ = cut(peaks[row], NOTHING, k)  # k blocks reach the k-th largest peak, so k values do
+            # k blocks reach the k-th largest peak, so k values do.
+            floor, _ = cut(peaks[row], peaks[row, :0], np.float64(k))
         elif p < 1 and not 0 < k < V:
             floor = top - np.float32(12)  # most rows have their top_p far above this
         values, ids = gather(x, V, row, temperature, floor, peaks)
         if 0 < k < V:
-            bar, at = cut(values, NOTHING, k)
+            bar, at = cut(values, values[:0], np.float64(k))
             last = ids[at]
         if p < 1:
             values, ids = keep_above(values, ids, bar, last)
@@ -218,13 +219,13 @@ def find_cut(x, V, row, temperature, k, p, log_least, top, peaks):
 
 
 @njit
-def first_of(x, V, row, temperature, top, peaks):
-    """The lowest id whose value is `top`."""
+def first_of(x, V, row, top, peaks):
+    """The lowest id whose logit is `top`."""
     piece = np.empty(16, np.float32)
     for block in range(peaks.shape[1]):
         if peaks[row, block] == top:
             for first in range(block * BLOCK, min(V, block * BLOCK + BLOCK), 16):
-                lanes.store(piece, 0, scaled(x, row * V + first, min(16, V - first), temperature))
+                lanes.store(piece, 0, scaled(x, row * V + first, min(16, V - first), np.float32(1)))
                 for i in range(min(16, V - first)):
                     if piece[i] == top:
                         return first + i
@@ -234,18 +235,18 @@ def first_of(x, V, row, temperature, top, peaks):
 @njit
 def settle(x, V, temperature, top_k, top_p, log_least, row, peaks, tops, bars, lasts, ids):
     """A row's largest value; its id where that is the answer, else its cut (and -1 as id)."""
-    top = MINUS_INF
-    for block in range(peaks.shape[1]):
-        top = max(top, peaks[row, block])
-    tops[row], by = top, divisor(temperature, row)
-    if np.isinf(top) or (temperature.size and temperature[row] == np.float32(0)):
-        ids[row] = first_of(x, V, row, by, top, peaks)
-        return
-    k = top_k[row] if top_k.size else 0
-    p = np.float64(top_p[row]) if top_p.size else 1.0
-    least = log_least[row] if log_least.size else MINUS_INF
-    bars[row], lasts[row] = find_cut(x, V, row, by, k, p, least, top, peaks)
-    ids[row] = -1
+    by, top = divisor(temperature, row), np.max(peaks[row])
+    if np.isinf(top) and by != np.float32(1):
+        find_peaks(x, V, np.float32(1), row, 0, peaks.shape[1], peaks)
+        ids[row] = first_of(x, V, row, np.max(peaks[row]), peaks)
+    elif np.isinf(top) or (temperature.size and temperature[row] == np.float32(0)):
+        ids[row] = first_of(x, V, row, top, peaks)
+    else:
+        k = top_k[row] if top_k.size else 0
+        p = np.float64(top_p[row]) if top_p.size else 1.0
+        least = log_least[row] if log_least.size else MINUS_INF
+        bars[row], lasts[row] = find_cut(x, V, row, by, k, p, least, top, peaks)
+        tops[row], ids[row] = top, -1
 
 
 @njit
@@ -280,14 +281,14 @@ def peaks_kernel(x, V, temperature, peaks):
     else:
         spans = (blocks + SPAN - 1) // SPAN
         for task in prange(peaks.shape[0] * spans):
-            row, start = task // spans, task % spans * SPAN
+            row, start = np.int64(task) // spans, np.int64(task) % spans * SPAN
             find_peaks(x, V, divisor(temperature, row), row, start, min(blocks, start + SPAN), peaks)
 
 
 @njit(parallel=True, cache=True)
 def settle_kernel(x, V, temperature, top_k, top_p, log_least, peaks, tops, bars, lasts, ids):
     for row in prange(ids.size):
-        settle(x, V, temperature, top_k, top_p, log_least, row, peaks, tops, bars, lasts, ids)
+        settle(x, V, temperature, top_k, top_p, log_least, np.int64(row), peaks, tops, bars, lasts, ids)
 
 
 @njit(cache=True)
@@ -310,7 +311,7 @@ def draw_kernel(x, V, temperature, seeds, positions, peaks, tops, bars, lasts, i
     spans = (blocks + SPAN - 1) // SPAN
     best, chosen = np.empty((rows, spans), np.float32), np.empty((rows, spans), np.int64)
     for task in prange(rows * spans):
-        row, span = task // spans, task % spans
+        row, span = np.int64(task) // spans, np.int64(task) % spans
         if ids[row] < 0:
             by, start = divisor(temperature, row), span * SPAN
             best[row, span], chosen[row, span] = draw(
@@ -322,16 +323,27 @@ def draw_kernel(x, V, temperature, seeds, positions, peaks, tops, bars, lasts, i
             ids[row] = chosen[row, np.argmax(best[row])]
 
 
+@njit
+def penalise(x, counts, repetition, presence, frequency, y, start, stop):
+    for i in range(start, stop):
+        v, count = x[i], counts[i]
+        if count > 0:
+            v = (v / repetition if v > np.float32(0) else v * repetition) - presence
+        y[i] = v - frequency * np.float32(count)
+
+
 @njit(parallel=True, cache=True)
 def penalise_kernel(x, V, counts, repetition, presence, frequency, y):
-    runs = (x.size + BLOCK * SPAN - 1) // (BLOCK * SPAN)
-    for run in prange(runs):
-        for i in range(run * BLOCK * SPAN, min(x.size, (run + 1) * BLOCK * SPAN)):
-            row, v, count = i // V, x[i], counts[i]
-            if count > 0:
-                v = v / repetition[row] if v > 0 else v * repetition[row]
-                v = v - presence[row]
-            y[i] = v - frequency[row] * np.float32(count)
+    rows, run = repetition.size, BLOCK * SPAN
+    if x.size < SERIAL:
+        for row in range(rows):
+            penalise(x, counts, repetition[row], presence[row], frequency[row], y, row * V, row * V + V)
+    else:
+        runs = (V + run - 1) // run
+        for task in prange(rows * runs):
+            row, start = np.int64(task) // runs, np.int64(task) % runs * run
+            stop = row * V + min(V, start + run)
+            penalise(x, counts, repetition[row], presence[row], frequency[row], y, row * V + start, stop)
 
 
 def penalised(logits, params):
