@@ -1,15 +1,16 @@
 """Dot products of packed weight rows with prepared activations: the inner loop of every product, as LLVM IR.
 
 Weights are never unpacked to memory. A block is what sixteen lanes hold of a row: lane l has V consecutive weights, so
-activations are prepared once, permuted to match: prepared[block, j, l] = x[block, l V + j]. One shift and one mask then
-give the j-th weight of all lanes, OR-ed under the exponent of 1.0 instead of converted: u = 1 + q / 2^b. Sums are of
-(u - 1.5) x, small and signed; what that takes from the weights, the middle of their group's range, is given back with
-the bias through sums of x over each group:
+activations are prepared once, permuted to match: prepared[block, j, l] = x[block, l V + j]. Sums are of (q - c) x with
+c = 2^(b - 1), the middle of the codes: small and signed. What that takes from the weights is given back with the bias,
+through sums of x over each group:
 
-    sum w x = 2^b sum_g scale_g sum (u - 1.5) x  +  sum_g (bias_g + 2^(b - 1) scale_g) sum x
+    sum w x = sum_g scale_g sum (q - c) x  +  sum_g (bias_g + c scale_g) sum x
 
-The 1.5 is subtracted from each u, or, where lanes are short (4 and 8 bits), a lane's sum starts at -1.5 sum_j x_j,
-which the activations bring along: that costs nothing.
+Where codes fill words (1, 2, 4, 8 bits), a mask leaves q 2^(b j) of the j-th weight of all lanes and a conversion makes
+it float: the power of two is taken from the prepared activations, and a lane's sum starts at -c sum_j x_j, which they
+bring along. Three instructions for sixteen weights. Codes of 3, 5 and 6 bits are shifted under the exponent of 1.0,
+and c is subtracted from each.
 
 Four rows are done together: they share the activations, and four streams far apart keep more of the memory busy. Every
 output element has the same order of operations in every variant, so one row and many rows give the same bits.
@@ -42,7 +43,18 @@ def token(form, kind, group):
 
 def starts(form):
     """Whether a lane's sum starts at a vector that the prepared activations bring along, before their V others."""
-    return form in ("affine4", "affine8")
+    return form in ("affine1", "affine2", "affine4", "affine8")
+
+
+def powers(form):
+    """What the j-th activation of each lane is multiplied with, and then the starting sum: powers of two around 1."""
+    V = VALUES[form]
+    if not starts(form):
+        return np.ones(V + 1, np.float32)
+    b = 32 // V
+    middle = b * (V - 2) // 2
+    exponents = [middle - b * j for j in range(V - 1)] + [middle]
+    return np.array([*(2.0**e for e in exponents), -(2.0 ** (middle + b - 1))], np.float32)
 
 
 class Layout:
@@ -60,8 +72,11 @@ class Layout:
         self.kind = {v: k for k, v in KINDS.items()}[np.dtype(form.dtype.name).type]
         self.stored = {"float32": F32, "bfloat16": I16, "float16": HALF, "e8m0": I8, "e4m3": I8}[self.kind]
         self.stored_bytes = {F32: 4, I16: 2, HALF: 2, I8: 1}[self.stored]
-        # What the values below must be multiplied with, once, at the end of a row.
-        self.factor = float(1 << self.bits) if self.affine else {"dense": 1.0, "fp4": 2.0**14, "fp8": 2.0**8}[self.name]
+        self.centre = float(1 << (self.bits - 1)) if self.affine else 0.0
+        # What sums of the values below must be multiplied with, once, at the end of a row.
+        self.factor = {"fp4": 2.0**14, "fp8": 2.0**8}.get(self.name, 1.0)
+        if self.affine:
+            self.factor = 1.0 / float(powers(self.name)[self.values - 1]) if self.started else float(1 << self.bits)
 
     @property
     def lane_bytes(self):
@@ -82,6 +97,11 @@ class Layout:
     def _affine_values(self, builder, pointer, n):
         b, count = self.bits, self.values * self.bits // 32
         loaded = read(builder, pointer, ir.VectorType(I32, WIDTH * count), n and builder.mul(n, I64(count)))
+        if self.started:
+            masks = [constant(IVEC, ((1 << b) - 1) << (b * j)) for j in range(self.values - 1)]
+            codes = [builder.and_(loaded, mask) for mask in masks]
+            codes.append(builder.lshr(loaded, constant(IVEC, 32 - b)))  # its sign bit must not count
+            return [builder.sitofp(code, FVEC) for code in codes]
         words = [
             builder.shuffle_vector(loaded, loaded, ir.Constant(IVEC, [lane * count + word for lane in range(WIDTH)]))
             for word in range(count)
@@ -94,7 +114,7 @@ class Layout:
                 code = builder.or_(code, shifted(builder, words[word + 1], 32 - start + 23 - b))
             code = builder.and_(code, constant(IVEC, ((1 << b) - 1) << (23 - b)))
             value = builder.bitcast(builder.or_(code, constant(IVEC, 0x3F800000)), FVEC)
-            values.append(value if self.started else builder.fsub(value, constant(FVEC, 1.5)))
+            values.append(builder.fsub(value, constant(FVEC, 1.5)))
         return values
 
     def _small_float(self, builder, codes, j):
@@ -111,6 +131,14 @@ class Layout:
             )
         half = builder.bitcast(builder.or_(sign, low), ir.VectorType(HALF, WIDTH))
         return builder.fpext(half, FVEC)
+
+    def codes(self, builder, values):
+        """The plain codes q that affine `lane_values` stand for, exactly."""
+        if self.started:
+            downs = [2.0 ** -(self.bits * j) for j in range(self.values - 1)] + [1.0]
+            return [builder.fmul(v, constant(FVEC, down)) for v, down in zip(values, downs, strict=True)]
+        whole, half = constant(FVEC, float(1 << self.bits)), constant(FVEC, self.centre)
+        return [fused(builder, v, whole, half) for v in values]
 
     def scale_lanes(self, builder, scales, block, n):
         """Each lane's scale. `scales` points to the row's scales; n counts the lanes in use, None for all."""
@@ -188,14 +216,14 @@ def _emit_block(builder, layout, rows, xs, block, n, sums):
 
 
 def _emit_biases(builder, layout, rows, group_sums, first, n, sums):
-    """Add sixteen groups' (bias + 2^(b - 1) scale) sum x to the running sums, which are already times 2^b."""
+    """Add sixteen groups' (bias + c scale) sum x to the running sums."""
     kind = ir.VectorType(layout.stored, WIDTH)
     offset = builder.mul(first, I64(layout.stored_bytes))
     xsums = [read(builder, builder.gep(g, [builder.mul(first, I64(4))]), FVEC, n) for g in group_sums]
     for r, (_, scales, biases) in enumerate(rows):
         scale = widened(builder, read(builder, builder.gep(scales, [offset]), kind, n))
         bias = widened(builder, read(builder, builder.gep(biases, [offset]), kind, n))
-        coefficient = fused(builder, scale, constant(FVEC, 0.5 * layout.factor), bias)
+        coefficient = fused(builder, scale, constant(FVEC, layout.centre), bias)
         for m, xsum in enumerate(xsums):
             builder.store(fused(builder, coefficient, xsum, builder.load(sums[r][m])), sums[r][m])
 
@@ -304,14 +332,13 @@ def row_values(typing, form, grouping, K, words, scales, biases, row, block, lan
             G = builder.udiv(K, I64(layout.group))
             offset = builder.mul(builder.mul(row, G), I64(layout.stored_bytes))
             pointer = builder.inttoptr(builder.add(base_scales, offset), byte)
-            scale = builder.fmul(layout.scale_lanes(builder, pointer, block, n), constant(FVEC, layout.factor))
+            scale = layout.scale_lanes(builder, pointer, block, n)
             if layout.affine:
                 pointer = builder.inttoptr(builder.add(base_biases, offset), byte)
                 bias = layout.scale_lanes(builder, pointer, block, n)
-                # u = 1 + q / 2^b, or less 1.5: q / 2^b is exact either way
-                away = constant(FVEC, 1.0 if layout.started else -0.5)
-                values = [fused(builder, builder.fsub(v, away), scale, bias) for v in values]
+                values = [fused(builder, q, scale, bias) for q in layout.codes(builder, values)]
             else:
+                scale = builder.fmul(scale, constant(FVEC, layout.factor))
                 values = [builder.fmul(v, scale) for v in values]
         data = context.make_array(signature.args[9])(context, builder, args[9]).data
         for j, v in enumerate(values):

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numba import njit, prange
 
-from .dots import VALUES, dot4x1, dot4x4, starts, token
+from .dots import VALUES, dot4x1, dot4x4, powers, starts, token
 from .lanes import WIDTH
 
 CHUNK = 32  # rows of activations that pass over a matrix together: 512 KB at K = 4096
@@ -24,6 +24,7 @@ class Format:
         self.form, self.grouping = token(form, kind, group)
         self.values, self.group = VALUES[form], group
         self.started, self.affine = starts(form), form.startswith("affine")
+        self.powers = powers(form)
         self.dense = form == "dense"
 
     def row_stride(self, K):
@@ -51,8 +52,9 @@ def format_of(w):
 
 
 @njit
-def prepare_row(x, base, K, values, started, group, prepared, place, sums, sums_at):
+def prepare_row(x, base, K, powers, started, group, prepared, place, sums, sums_at):
     """One row, permuted to the lanes of its weights' blocks, zeros after the end; then its sums over groups."""
+    values = powers.size - 1
     for block in range((K + WIDTH * values - 1) // (WIDTH * values)):
         first = block * WIDTH * values
         to = place + block * WIDTH * (values + started)
@@ -61,10 +63,10 @@ def prepare_row(x, base, K, values, started, group, prepared, place, sums, sums_
             for j in range(values):
                 i = first + lane * values + j
                 v = x[base + i] if i < K else np.float32(0)
-                prepared[to + (j + started) * WIDTH + lane] = v
+                prepared[to + (j + started) * WIDTH + lane] = v * powers[j]
                 total += v
             if started:
-                prepared[to + lane] = np.float32(-1.5) * total
+                prepared[to + lane] = total * powers[values]
     if sums.size:
         for g in range(K // group):
             total = np.float32(0)
@@ -74,14 +76,14 @@ def prepare_row(x, base, K, values, started, group, prepared, place, sums, sums_
 
 
 @njit(parallel=True, cache=True)
-def prepare_kernel(x, K, values, started, group, prepared, stride, sums):
+def prepare_kernel(x, K, powers, started, group, prepared, stride, sums):
     rows, G = x.size // K, K // group
     if rows < 4:
         for row in range(rows):
-            prepare_row(x, row * K, K, values, started, group, prepared, row * stride, sums, row * G)
+            prepare_row(x, row * K, K, powers, started, group, prepared, row * stride, sums, row * G)
     else:
         for row in prange(rows):
-            prepare_row(x, row * K, K, values, started, group, prepared, row * stride, sums, row * G)
+            prepare_row(x, row * K, K, powers, started, group, prepared, row * stride, sums, row * G)
 
 
 def prepare(form, x, K):
@@ -89,7 +91,7 @@ def prepare(form, x, K):
     rows, stride = x.size // K, form.row_stride(K)
     prepared = np.empty(rows * stride, np.float32)
     sums = np.empty(rows * (K // form.group) if form.affine else 0, np.float32)
-    prepare_kernel(x, K, form.values, int(form.started), form.group, prepared, stride, sums)
+    prepare_kernel(x, K, form.powers, int(form.started), form.group, prepared, stride, sums)
     return prepared, sums
 
 

@@ -1,0 +1,70 @@
+"""Experts on a CPU: the pairs (token, choice) sorted by expert, then one run of products.py over all of them.
+
+One token and many take the same way: an expert's weights stream by once, for all the rows that chose it.
+"""
+
+import numpy as np
+
+from .products import format_of, multiply, prepare
+from .quant import NV_RANGE, matrix_addresses
+from .rowwise import ACTIVATION, glu_kernel
+from .views import destination, finish, floats
+
+
+class Choices:
+    """The jobs that ids [T, A] make: which experts, and which rows each of them gets."""
+
+    def __init__(self, ids, shared):
+        flat = ids.numpy().reshape(-1)
+        self.pairs = np.argsort(flat, kind="stable")
+        self.experts, starts = np.unique(flat[self.pairs], return_index=True)
+        self.first = np.append(starts, flat.size)
+        self.x_rows = self.pairs // ids.shape[1] if shared else self.pairs
+
+
+def expert_addresses(w):
+    """int64 [3, E] of words, scales and biases, and what must stay alive while they are used."""
+    return (w.addresses.numpy(), w) if hasattr(w, "addresses") else matrix_addresses(w)
+
+
+def project(choices, w, prepared, sums, x_rows, y, form):
+    """y[pair] = w[expert of the pair] x; y is a float32 array [pairs, N]."""
+    addresses, kept = expert_addresses(w)
+    N, K = w.shape[-2:]
+    chosen = np.ascontiguousarray(addresses[:, choices.experts])
+    multiply(form, chosen, choices.first, x_rows, choices.pairs, prepared, sums, y.reshape(-1), N, K)
+    del kept
+    scale = getattr(w, "global_scale", None)
+    if scale is not None:
+        each = np.repeat(scale.reshape(-1).numpy(), w.shape[0]) if scale.numel() == 1 else scale.numpy()
+        counts = np.diff(choices.first)
+        y[choices.pairs] *= (np.repeat(each[choices.experts], counts) / np.float32(NV_RANGE))[:, None]
+
+
+def expert_qmm(x, ids, w, *, out=None):
+    y = destination((*ids.shape, w.shape[1]), out)
+    if y.numel():
+        choices, form = Choices(ids, x.ndim == 2), format_of(w)
+        prepared, sums = prepare(form, floats(x), x.shape[-1])
+        project(choices, w, prepared, sums, choices.x_rows, y.numpy().reshape(-1, w.shape[1]), form)
+    return finish(y, x.dtype, out)
+
+
+def expert_mlp(x, ids, experts, activation="silu", *, out=None):
+    inner, hidden = experts.down.shape[2], experts.down.shape[1]
+    y = destination((*ids.shape, hidden), out)
+    if not y.numel():
+        return finish(y, x.dtype, out)
+    choices, source, ready = Choices(ids, x.ndim == 2), floats(x), {}
+    gate, up = np.empty((2, ids.numel(), inner), np.float32)
+    for w, result in ((experts.gate, gate), (experts.up, up)):
+        form = format_of(w)
+        if form not in ready:
+            ready[form] = prepare(form, source, hidden)
+        project(choices, w, *ready[form], choices.x_rows, result, form)
+    gate, up = gate.reshape(-1), up.reshape(-1)
+    glu_kernel(gate, up, ACTIVATION[activation], gate)
+    form = format_of(experts.down)
+    prepared, sums = prepare(form, gate, inner)
+    project(choices, experts.down, prepared, sums, choices.pairs, y.numpy().reshape(-1, hidden), form)
+    return finish(y, x.dtype, out)

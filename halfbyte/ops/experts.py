@@ -1,0 +1,211 @@
+"""Experts: the same small network many times, of which each token uses a few.
+
+The weights of one projection of all experts come in three shapes, none of which is copied: a stack (a `Packed` or dense
+tensor [E, N, K]); one buffer a part, with an element offset for each expert; separate buffers, with byte offsets.
+The last two are a `Scattered`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .dispatch import FLOATS, INTEGERS, deliver, kernel, require, require_floats, require_out, wide
+from .formats import Packed, require_format
+from .quant import exact_weights, require_ids
+from .rowwise import ACTIVATIONS, activate
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """One quantised projection [E, N, K] whose experts lie apart: for each expert, byte views of its parts.
+
+    words_i uint8 [N K bits / 8]   scales_i, biases_i uint8 [N (K / group) itemsize]; no biases in the fp modes
+    """
+
+    words: tuple[Tensor, ...]
+    scales: tuple[Tensor, ...]
+    biases: tuple[Tensor, ...]
+    N: int
+    K: int
+    bits: int
+    group: int
+    mode: str = "affine"
+    scale_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        require_format("Scattered", self.bits, self.group, self.mode, reading=True)
+        require(len(self.words) > 0, "Scattered", "words", "one buffer an expert, at least one")
+        require(self.N > 0 and self.K > 0 and self.K % self.group == 0, "Scattered", "K", "whole groups", self.K)
+        allowed = FLOATS[:3] if self.mode == "affine" else (torch.uint8,)
+        require(self.scale_dtype in allowed, "Scattered", "scale_dtype", f"one of {allowed}", self.scale_dtype)
+        scale_bytes = self.N * (self.K // self.group) * self.scale_dtype.itemsize
+        wanted = {"words": self.N * self.K * self.bits // 8, "scales": scale_bytes, "biases": scale_bytes}
+        for name, size in wanted.items():
+            parts: tuple[Tensor, ...] = getattr(self, name)
+            count = 0 if name == "biases" and self.mode != "affine" else len(self.words)
+            require(len(parts) == count, "Scattered", name, f"{count} buffers", len(parts))
+            for part in parts:
+                whole = part.dtype == torch.uint8 and part.ndim == 1 and part.is_contiguous() and len(part) == size
+                require(whole, "Scattered", name, f"{size} bytes, contiguous", part)
+
+    @classmethod
+    def at_elements(
+        cls,
+        parts: Sequence[Tensor],
+        offsets: Sequence[Sequence[int]],
+        shape: tuple[int, int],
+        bits: int,
+        group: int,
+        mode: str = "affine",
+    ) -> Scattered:
+        """Experts in one flat buffer a part (words, scales, biases), expert e at element offsets[part][e]."""
+        N, K = shape
+        counts = (N * K * bits // 32, N * K // group, N * K // group)
+        views = []
+        for part, places, count in zip(parts, offsets, counts, strict=False):
+            size, flat = part.element_size(), part.view(torch.uint8)
+            views.append(tuple(_slice(flat, int(at) * size, count * size) for at in places))
+        words, scales, biases = (*views, ())[:3]
+        return cls(words, scales, biases, N, K, bits, group, mode, parts[1].dtype)
+
+    @classmethod
+    def at_bytes(
+        cls,
+        buffers: Sequence[Tensor],
+        offsets: Sequence[int],
+        shape: tuple[int, int],
+        bits: int,
+        group: int,
+        mode: str = "affine",
+        scale_dtype: torch.dtype = torch.bfloat16,
+    ) -> Scattered:
+        """Experts in a buffer of bytes each, their words, scales and biases at the same three offsets in every one."""
+        N, K = shape
+        sizes = [N * K * bits // 8, *[N * (K // group) * scale_dtype.itemsize] * 2]
+        flat = [b.reshape(-1).view(torch.uint8) for b in buffers]
+        views = [tuple(_slice(b, at, size) for b in flat) for at, size in zip(offsets, sizes, strict=False)]
+        words, scales, biases = (*views, ())[:3]
+        return cls(words, scales, biases, N, K, bits, group, mode, scale_dtype)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (len(self.words), self.N, self.K)
+
+    @property
+    def device(self) -> torch.device:
+        return self.words[0].device
+
+    @cached_property
+    def addresses(self) -> Tensor:
+        """int64 [3, E]: where each expert's words, scales and biases begin (0 for biases that are absent)."""
+        biases = [t.data_ptr() for t in self.biases] or [0] * len(self.words)
+        return torch.tensor([[t.data_ptr() for t in self.words], [t.data_ptr() for t in self.scales], biases])
+
+    def expert(self, index: int) -> Packed:
+        """One expert as a Packed: a copy, since bytes may lie at any alignment."""
+        shape = (self.N, self.K // self.group)
+        words = self.words[index].clone().view(torch.int32).reshape(self.N, -1)
+        scales = self.scales[index].clone().view(self.scale_dtype).reshape(shape)
+        biases = self.biases[index].clone().view(self.scale_dtype).reshape(shape) if self.biases else None
+        return Packed(words, scales, biases, self.bits, self.group, self.mode)
+
+
+Projection = Packed | Scattered | Tensor
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The three projections of E gated experts: gate and up [E, I, H], down [E, H, I]. A shared expert has E = 1."""
+
+    gate: Projection
+    up: Projection
+    down: Projection
+
+    def __post_init__(self) -> None:
+        gate, up, down = (tuple(p.shape) for p in (self.gate, self.up, self.down))
+        require(len(gate) == 3 and gate == up, "Experts", "gate and up", "[E, I, H] alike", gate, up)
+        require(down == (gate[0], gate[2], gate[1]), "Experts", "down", "[E, H, I] for gate [E, I, H]", down, gate)
+
+
+def expert_qmm(x: Tensor, ids: Tensor, w: Projection, *, out: Tensor | None = None) -> Tensor:
+    """y[t, a] = w[ids[t, a]] x[t], or x[t, a]: one projection of the chosen experts.
+
+    x [T, K], shared by a token's experts, or [T, A, K]   ids [T, A] integers   w [E, N, K]   ->   y [T, A, N]
+
+    An expert's weights are read once, however many tokens chose it. `out` must not overlap x.
+    """
+    _require_chosen("expert_qmm", x, ids, w)
+    T, A = ids.shape
+    require_out("expert_qmm", out, (T, A, w.shape[1]), x.dtype, x.device)
+    if found := kernel("experts", "expert_qmm", x):
+        return found(x, ids, w, out=out)  # type: ignore[no-any-return]
+    rows = wide(x)
+    y = torch.zeros(T, A, w.shape[1], dtype=rows.dtype, device=x.device)
+    for index in ids.unique().tolist():
+        t, a = (ids == index).nonzero(as_tuple=True)
+        chosen = rows[t] if x.ndim == 2 else rows[t, a]
+        y[t, a] = chosen @ _expert_weights(w, index, rows.dtype).mT
+    return deliver(y, x.dtype, out)
+
+
+def expert_mlp(
+    x: Tensor, ids: Tensor, experts: Experts, activation: str = "silu", *, out: Tensor | None = None
+) -> Tensor:
+    """y[t, a] = down_e (activation(gate_e x) . (up_e x)) with e = ids[t, a].
+
+    x [T, H], or [T, A, H] for an input of its own to each expert   ids [T, A]   ->   y [T, A, H], dtype of x
+
+    Any number of tokens, experts and choices; what lies between stays float32. `out` must not overlap x.
+    """
+    require(isinstance(experts, Experts), "expert_mlp", "experts", "an Experts", experts)
+    require(activation in ACTIVATIONS, "expert_mlp", "activation", f"one of {', '.join(ACTIVATIONS)}", activation)
+    _require_chosen("expert_mlp", x, ids, experts.gate)
+    T, A = ids.shape
+    require_out("expert_mlp", out, (T, A, experts.down.shape[1]), x.dtype, x.device)
+    if found := kernel("experts", "expert_mlp", x):
+        return found(x, ids, experts, activation, out=out)  # type: ignore[no-any-return]
+    rows = wide(x)
+    y = torch.zeros(T, A, experts.down.shape[1], dtype=rows.dtype, device=x.device)
+    for index in ids.unique().tolist():
+        t, a = (ids == index).nonzero(as_tuple=True)
+        chosen = rows[t] if x.ndim == 2 else rows[t, a]
+        gate, up, down = (_expert_weights(w, index, rows.dtype).mT for w in (experts.gate, experts.up, experts.down))
+        y[t, a] = (activate(chosen @ gate, activation) * (chosen @ up)) @ down
+    return deliver(y, x.dtype, out)
+
+
+def _expert_weights(w: Projection, index: int, dtype: torch.dtype) -> Tensor:
+    if isinstance(w, Scattered):
+        return exact_weights(w.expert(index), dtype)
+    if isinstance(w, Tensor):
+        return w[index].to(dtype)
+    biases = None if w.biases is None else w.biases[index]
+    scale = w.global_scale if w.global_scale is None or w.global_scale.numel() == 1 else w.global_scale[index]
+    return exact_weights(Packed(w.words[index], w.scales[index], biases, w.bits, w.group, w.mode, scale), dtype)
+
+
+def _require_chosen(op: str, x: Tensor, ids: Tensor, w: Projection) -> None:
+    require(isinstance(x, Tensor), op, "x", "a tensor", x)
+    require_floats(op, x.device, x=x)
+    require(isinstance(ids, Tensor), op, "ids", "a tensor", ids)
+    require(ids.dtype in INTEGERS and ids.ndim == 2, op, "ids", "int32 or int64 [T, A]", ids)
+    require(
+        ids.device == x.device and w.device == x.device, op, "ids and weights", "on x's device", ids.device, w.device
+    )
+    require(ids.shape[1] > 0, op, "ids", "[T, A] with A > 0", ids)
+    require(len(w.shape) == 3 and w.shape[2] > 0, op, "weights", "[E, N, K]", tuple(w.shape))
+    require(not isinstance(w, Tensor) or w.dtype in FLOATS, op, "weights", "floats or quantised", w)
+    shared, own = (ids.shape[0], w.shape[2]), (*ids.shape, w.shape[2])
+    require(tuple(x.shape) in (shared, own), op, "x", f"{list(shared)} or {list(own)}", x, ids)
+    require_ids(op, "ids", ids, w.shape[0])
+
+
+def _slice(flat: Tensor, start: int, size: int) -> Tensor:
+    inside = start >= 0 and start + size <= len(flat)
+    require(inside, "Scattered", "offsets", f"inside a buffer of {len(flat)} bytes", start, size)
+    return flat[start : start + size]
