@@ -1,6 +1,7 @@
 """bench: what is wrong is not timed; bytes are counted; calls rotate; the read probe is honest."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import pytest
 import torch
@@ -135,6 +136,24 @@ def test_copies_rotate_weights_too_and_keep_views():
     starts = {one[0][0].words.untyped_storage().data_ptr() for one in made}
     assert len(starts) == 3
     assert all(one[0][0].scales.data_ptr() - one[0][0].words.data_ptr() == 2048 for one in made)
+
+
+@dataclass(frozen=True)
+class Remembering:
+    words: torch.Tensor
+
+    @cached_property
+    def address(self):
+        return self.words.data_ptr()
+
+
+def test_a_copied_weight_does_not_remember_the_original_address(probe):
+    def op(x, weight):
+        assert weight.address == weight.words.data_ptr()
+        return x * weight.words
+
+    case = Case(op, "remembering", lambda r, d: ((r.normal(8, dtype=d), Remembering(r.normal(8))), {}))
+    measure(case, check(case), probe, 0.001)
 
 
 def test_copies_stay_within_count_and_memory(monkeypatch):

@@ -27,7 +27,7 @@ OPS = listing.ops()
 BELOW = {
     "kernels": set(),
     "ops": {"ops"},
-    "cases": {"ops", "cases"},
+    "cases": {"ops", "cases", "check"},
     "check": {"ops"},
     "listing": set(),
     "machine": set(),
