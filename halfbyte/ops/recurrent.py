@@ -132,11 +132,10 @@ def gated_delta(
     require_out("gated_delta", into[1], (B, Hv, Dv, Dk), state.dtype, v.device)
     if found := kernel("recurrent", "gated_delta", v):
         return found(q, k, v, g, beta, state, slots=slots, form=form, in_place=in_place, out=out)
-    S, tensors = wide(rows_of(state, slots, B)).to(wide(v[:0]).dtype), []
-    for one in (q, k):
-        tensors.append(wide(one).to(S.dtype).repeat_interleave(Hv // Hk, 2))
-    tensors += [wide(one).to(S.dtype) for one in (v, g, beta)]
-    o, S = (_chunked if form == "chunked" else _sequential)(*tensors, S)
+    S = wide(rows_of(state, slots, B)).to(wide(v[:0]).dtype)
+    queries, keys = (wide(x).to(S.dtype).repeat_interleave(Hv // Hk, 2) for x in (q, k))
+    run = _chunked if form == "chunked" else _sequential
+    o, S = run(queries, keys, wide(v), wide(g).to(S.dtype), wide(beta).to(S.dtype), S)
     o = deliver(o, v.dtype, into[0])
     if not in_place:
         return o, deliver(S, state.dtype, into[1])
@@ -148,9 +147,10 @@ def _sequential(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Ten
     o = torch.empty_like(v)
     for t in range(v.shape[1]):
         S = S * g[:, t, :, None, None]
-        delta = (v[:, t] - (S @ k[:, t, :, :, None]).squeeze(-1)) * beta[:, t, :, None]
-        S = S + delta[..., None] * k[:, t, :, None, :]
-        o[:, t] = (S @ q[:, t, :, :, None]).squeeze(-1)
+        key = k[:, t, :, None, :]
+        delta = (v[:, t] - (S * key).sum(-1)) * beta[:, t, :, None]
+        S = S + delta[..., None] * key
+        o[:, t] = (S * q[:, t, :, None, :]).sum(-1)
     return o, S.clone() if v.shape[1] == 0 else S
 
 

@@ -5,7 +5,8 @@ from nothing but that query and that tile; tiles are merged in the order of posi
 queries that walk the tiles; a step with few queries spreads its (block, tile) pairs over the threads and merges after.
 
 Queries go by fours against four keys, so each key is loaded once for four queries, and query heads that share a kv
-head sit in the same block. Scores of four queries and four positions make one vector: lane 4 query + position. Head sizes are multiples of 16 here: other caches are copied with zeros added.
+head sit in the same block. Scores of four queries and four positions make one vector: lane 4 query + position.
+Head sizes are multiples of 16 here: other caches are copied with zeros added.
 """
 
 import numpy as np
@@ -14,7 +15,7 @@ from numba import get_num_threads, njit, prange, set_num_threads
 
 from . import lanes
 from .cache import indices, strided
-from .views import NOTHING, SERIAL, destination, finish, floats
+from .views import SERIAL, destination, finish, floats
 
 TILE = 128
 BLOCK = 64  # queries that share each load of a tile: a block's queries, scores and sums stay in a core's L2
@@ -34,9 +35,8 @@ def times4(y, x, sums):
 
 @inlined
 def load4(rows, at, i):
-    return (
-        lanes.load(rows, at[0] + i), lanes.load(rows, at[1] + i), lanes.load(rows, at[2] + i), lanes.load(rows, at[3] + i)
-    )  # fmt: skip
+    a, b, c, d = at
+    return lanes.load(rows, a + i), lanes.load(rows, b + i), lanes.load(rows, c + i), lanes.load(rows, d + i)
 
 
 @inlined
@@ -199,7 +199,7 @@ def values_for_one(scores, base, values, start_row, S, low, high, o, at, Dv):
 
 @inner
 def tile_values(scores, query, lows, highs, values, start_row, S, o, at, Dv):
-    """o [4, Dv] at `at` = weights . values of four queries; a position that a query does not see is never read for it."""
+    """o [4, Dv] at `at` = weights . values of four queries, each over the positions that it sees and no other."""
     for d in range(at, at + 4 * Dv, 16):
         lanes.store(o, d, lanes.zeros())
     low, high = lows[query], highs[query]
@@ -342,7 +342,8 @@ def attend_block(
         )
     for tile in range(tile_from, tile_to):
         attend_tile(
-            packed, width, count, lows, highs, tile, k_rows, e_rows, v_rows, S, scale, softcap, scores, peaks, sums, at, o, Dv
+            packed, width, count, lows, highs, tile, k_rows, e_rows, v_rows, S, scale, softcap, scores, peaks, sums, at,
+            o, Dv,
         )  # fmt: skip
         if merged:
             for query in range(real):
@@ -361,7 +362,8 @@ def run_task(q, q_pe, k, e, v, strides, slots, lengths, sizes, options, tiles, s
         block = turn // 2 if turn % 2 == 0 else len(tiles) - 1 - turn // 2
         tile_from, tile_to = tiles[block, 0], tiles[block, 1]
     attend_block(
-        q, q_pe, k, e, v, strides, slots, lengths, sizes, options, block, tile_from, tile_to, parts, turn * count, running
+        q, q_pe, k, e, v, strides, slots, lengths, sizes, options, block, tile_from, tile_to, parts, turn * count,
+        running,
     )  # fmt: skip
 
 
@@ -381,8 +383,8 @@ def merge_query(sizes, starts, count, parts, running, query):
 
 @njit(parallel=True, cache=True, error_model="numpy")
 def attention_kernel(
-    q, q_pe, k, e, v, strides, slots, lengths, sizes, options, tiles, starts, count, part_peaks, part_sums, part_o, peaks,
-    sums, y,
+    q, q_pe, k, e, v, strides, slots, lengths, sizes, options, tiles, starts, count, part_peaks, part_sums, part_o,
+    peaks, sums, y,
 ):  # fmt: skip
     """y and lse (in `peaks`) of every query, which start as those of a query that saw nothing."""
     parts, running, queries = (part_peaks, part_sums, part_o), (peaks, sums, y), len(tiles) * count
@@ -424,17 +426,18 @@ def attention(
     q, k, v, *, scale, causal=True, window=None, softcap=None, lengths=None, slots=None, return_lse=False, out=None
 ):  # fmt: skip
     q, k, v, Dv = whole_lanes(q), whole_lanes(k), whole_lanes(v), v.shape[-1]
-    (B, L, H, D), (S, G, wide) = q.shape, v.shape[1:]
+    (_, L, H, D), (S, G, wide) = q.shape, v.shape[1:]
     sizes, options = (L, H, G, D, 0, wide, S), (np.float32(scale), causal, window or 0, np.float32(softcap or 0))
-    more = NOTHING, (0, 0, 0)
-    return launch(q, None, strided(k), more, strided(v), slots, lengths, sizes, options, Dv, return_lse, out)
+    keys = strided(k)
+    none = keys[0], (0, 0, 0)  # of the keys' type, so that attention and latent_attention share what is compiled
+    return launch(q, None, keys, none, strided(v), slots, lengths, sizes, options, Dv, return_lse, out)
 
 
 def latent_attention(
     q, q_pe, latent, k_pe, *, scale, causal=True, lengths=None, slots=None, return_lse=False, out=None
 ):  # fmt: skip
     q, q_pe, k_pe, rows, R = whole_lanes(q), whole_lanes(q_pe), whole_lanes(k_pe), whole_lanes(latent), q.shape[-1]
-    (B, L, H, wide), (S, P) = q.shape, k_pe.shape[1:]
+    (_, L, H, wide), (S, P) = q.shape, k_pe.shape[1:]
     sizes, options = (L, H, 1, wide, P, wide, S), (np.float32(scale), causal, 0, np.float32(0))
     rows, more = strided(rows[:, :, None]), strided(k_pe[:, :, None])
     return launch(q, q_pe, rows, more, rows, slots, lengths, sizes, options, R, return_lse, out)
@@ -463,8 +466,8 @@ def launch(q, q_pe, keys, more, values, slots, lengths, sizes, options, Dv, retu
         attention_kernel(
             floats(q), floats(q_pe), keys[0], more[0], values[0], (*keys[1][:3], *more[1][:3], *values[1][:3]),
             indices(slots, np.arange(B)), lengths, sizes, options, tiles, starts, count, np.empty(spots, np.float32),
-            np.empty(spots, np.float32), np.empty(spots * wide, np.float32), floats(lse), np.zeros(lse.numel(), np.float32),
-            floats(y),
+            np.empty(spots, np.float32), np.empty(spots * wide, np.float32), floats(lse),
+            np.zeros(lse.numel(), np.float32), floats(y),
         )  # fmt: skip
         set_num_threads(threads)
     y = finish(y if wide == Dv else y[..., :Dv].contiguous(), q.dtype, outs[0])

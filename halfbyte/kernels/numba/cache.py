@@ -1,12 +1,9 @@
 """Rows into caches, and the view of a cache that kernels read: as it is stored and as it lies in memory."""
 
-import numpy as np
 import torch
-from numba import njit, prange
-
-from .views import SERIAL
 
 STORED = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+FEW = 4  # requests up to which a copy each is faster than one scattered write
 
 
 def strided(t):
@@ -23,46 +20,25 @@ def indices(given, default):
     return default if given is None else given.to(torch.int64).contiguous().numpy()
 
 
-@njit(parallel=True, cache=True)
-def append_kernel(cache, slot_stride, row_stride, new, slots, lengths, L, S, width):
-    """Row i of request b to row (lengths[b] - L + i) % S of its slot, of which only the last S rows count."""
-    first = max(0, L - S)
-    rows = L - first
-    total = slots.size * rows
-    if total * width < SERIAL:
-        for task in range(total):
-            copy_row(
-                cache, slot_stride, row_stride, new, slots, lengths, L, S, width, task // rows, first + task % rows
-            )
-    else:
-        for task in prange(total):
-            copy_row(
-                cache, slot_stride, row_stride, new, slots, lengths, L, S, width, task // rows, first + task % rows
-            )
-
-
-@njit
-def copy_row(cache, slot_stride, row_stride, new, slots, lengths, L, S, width, b, i):
-    to = slots[b] * slot_stride + (lengths[b] - L + i) % S * row_stride
-    at = (b * L + i) * width
-    for c in range(width):
-        cache[to + c] = new[at + c]
-
-
 def append(cache, new, *, slots=None, lengths=None, ring=False):
+    """torch's own copies: a row is copied and rounded at the speed of memory, and no strides are in the way."""
     B, L, S = new.shape[0], new.shape[1], cache.shape[1]
     if new.numel() == 0:
         return cache
-    rounded = new.to(cache.dtype)
-    if slots is None and lengths is None and L <= S:
-        cache[:B, :L].copy_(rounded)
+    new = new[:, -S:]
+    kept = new.shape[1]
+    if B > FEW:
+        ends = torch.full((B,), L) if lengths is None else lengths.long()
+        rows = (ends[:, None] - kept + torch.arange(kept)) % S
+        named = torch.arange(B) if slots is None else slots.long()
+        cache[named[:, None], rows] = new.to(cache.dtype)
         return cache
-    # Rows of a cache whose own axes have gaps are written in a copy.
-    tight = cache if cache[0, 0].is_contiguous() else cache.contiguous()
-    array, strides = strided(tight.flatten(2) if tight.ndim > 2 else tight[..., None])
-    source, _ = strided(rounded.contiguous().view(-1))
-    append_kernel(
-        array, strides[0], strides[1], source, indices(slots, np.arange(B)), indices(lengths, np.full(B, L)), L, S,
-        new[0, 0].numel(),
-    )  # fmt: skip
-    return cache if tight is cache else cache.copy_(tight)
+    ends = [L] * B if lengths is None else lengths.tolist()
+    named = range(B) if slots is None else slots.tolist()
+    for slot, end, rows in zip(named, ends, new, strict=True):
+        start = (end - kept) % S
+        whole = min(kept, S - start)
+        cache[slot, start : start + whole].copy_(rows[:whole])
+        if whole < kept:
+            cache[slot, : kept - whole].copy_(rows[whole:])
+    return cache

@@ -281,8 +281,8 @@ def gated_delta(q, k, v, g, beta, state, *, slots=None, form=None, in_place=True
     launched = chunked_delta_kernel if form == "chunked" else gated_delta_kernel
     if o.numel():
         launched(
-            floats(padded(q, 1)), floats(padded(k, 1)), floats(values), floats(g), floats(beta), floats(rows), which, floats(o),
-            L, Hk, Hv, rows.shape[-1], rows.shape[-2],
+            floats(padded(q, 1)), floats(padded(k, 1)), floats(values), floats(g), floats(beta), floats(rows), which,
+            floats(o), L, Hk, Hv, rows.shape[-1], rows.shape[-2],
         )  # fmt: skip
     o = finish(o if values is v else o[..., :Dv].contiguous(), v.dtype, into[0])
     rows = rows if direct else rows[..., :Dv, :Dk]
