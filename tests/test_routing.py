@@ -120,6 +120,8 @@ def test_nan_comes_first_and_spreads():
     assert ids.tolist() == [[1, 3, 2, 4]] and weights.isnan().all()
     ids, weights = route(row, 4, kind="sigmoid", renormalise=False)
     assert ids.tolist() == [[1, 3, 2, 4]] and weights.isnan().tolist() == [[True, True, False, False]]
+    assert route(torch.tensor([[NAN, 3.0, NAN, 4.0]]), 3)[0].tolist() == [[0, 2, 3]]
+    assert route(torch.full((1, 6), NAN), 4, bias=torch.zeros(6), groups=3, keep_groups=2)[0].tolist() == [[0, 1, 2, 3]]
     row = torch.tensor([[9.0, 9, 9, 0, NAN, 0, 0, 0]])
     assert route(row, 2, kind="sigmoid", groups=4, keep_groups=1)[0].tolist() == [[4, 5]]
 

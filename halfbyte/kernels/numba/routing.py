@@ -12,7 +12,7 @@ from . import lanes
 from .views import SERIAL, destination, finish, floats, raw
 
 EMPTY_SLOT = np.float32(-1e30)
-NOT_A_NUMBER = np.int64(1) << 31  # above the bits of every number
+NOT_A_NUMBER = np.int64(0x7FFFFFFF)  # above the bits of every number
 
 
 @njit(forceinline=True)
