@@ -337,3 +337,21 @@ def choose(typing, x, y, below, otherwise):
         return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[2], args[3])
 
     return f32x16(f32x16, f32x16, f32x16, f32x16), generate
+
+
+@intrinsic
+def load_spread(typing, a, i, step, n):
+    """The n elements i, i + step, i + 2 step, ...; lanes from n on repeat the last of them."""
+
+    def generate(context, builder, signature, args):
+        _, i, step, n = args
+        element = stored_as(signature.args[0])
+        pointer = element_pointer(context, builder, signature.args[0], args[0], i, element)
+        v, last = ir.Constant(ir.VectorType(element, WIDTH), ir.Undefined), builder.sub(n, I64(1))
+        for lane in range(WIDTH):
+            place = builder.select(builder.icmp_signed("<", I64(lane), n), I64(lane), last)
+            one = builder.load(builder.gep(pointer, [builder.mul(place, step)]), align=1)
+            v = builder.insert_element(v, one, I32(lane))
+        return widened(builder, v)
+
+    return f32x16(a, types.intp, types.intp, types.intp), generate

@@ -26,16 +26,10 @@ def silu(v):
 
 
 @inner
-def conv_channels(x, weight, state, slot, silent, y, b, c, n, L, C, W, taps, before, spread):
+def conv_channels(x, weight, state, slot, silent, y, b, c, n, L, C, W, taps, before):
     """n channels from c of one request: new state first, then the tokens from last to first, so y may be x."""
-    for i in range(0, W * n, 16):
-        lanes.store(spread, i, lanes.load_n(weight, c * W + i, min(16, W * n - i)))
-    for lane in range(n):
-        for j in range(W):
-            taps[j * 16 + lane] = spread[lane * W + j]
-    for lane in range(n, 16):
-        for j in range(W):
-            taps[j * 16 + lane] = np.float32(0)
+    for j in range(W):
+        lanes.store(taps, j * 16, lanes.load_spread(weight, c * W + j, W, n))
     at = (slot * (W - 1)) * C + c
     for j in range(W - 1):
         lanes.store(before, j * 16, lanes.load_n(state, at + j * C, n))
@@ -61,9 +55,9 @@ def conv_channels(x, weight, state, slot, silent, y, b, c, n, L, C, W, taps, bef
 def conv_piece(x, weight, state, slots, silent, y, task, L, C, W):
     pieces = (C + PIECE - 1) // PIECE
     b, start = task // pieces, task % pieces * PIECE
-    taps, before, spread = np.empty(W * 16, np.float32), np.empty(W * 16, np.float32), np.empty(W * 16, np.float32)
+    taps, before = np.empty(W * 16, np.float32), np.empty(W * 16, np.float32)
     for c in range(start, min(C, start + PIECE), 16):
-        conv_channels(x, weight, state, slots[b], silent, y, b, c, min(16, C - c), L, C, W, taps, before, spread)
+        conv_channels(x, weight, state, slots[b], silent, y, b, c, min(16, C - c), L, C, W, taps, before)
 
 
 @njit(parallel=True, cache=True, error_model="numpy")
@@ -239,13 +233,23 @@ def chunk_rows(q, k, v, g, beta, state, at, o, first, n, row, kh, h, Hk, Hv, Dk,
             y = lanes.fma(lanes.splat(mix[t, j]), lanes.load(U, j * 16), y)
         lanes.store(U, t * 16, u)
         lanes.store(o, gate * Dv + row, lanes.fma(lanes.splat(mix[t, t]), u, y))
-    for r in range(16):
-        for d in range(0, Dk, 16):
-            s = lanes.load(state, at + r * Dk + d) * lanes.splat(since)
+    for j in range(n):
+        lanes.store(U, j * 16, lanes.load(U, j * 16) * lanes.splat(decay[n - 1, j]))
+    for r in range(0, 16, 4):
+        for d in range(at + r * Dk, at + r * Dk + Dk, 16):
+            w, x = lanes.load(state, d) * lanes.splat(since), lanes.load(state, d + Dk) * lanes.splat(since)
+            y, z = (
+                lanes.load(state, d + 2 * Dk) * lanes.splat(since),
+                lanes.load(state, d + 3 * Dk) * lanes.splat(since),
+            )
             for j in range(n):
-                key = lanes.load(k, ((first + j) * Hk + kh) * Dk + d)
-                s = lanes.fma(lanes.splat(decay[n - 1, j] * U[j * 16 + r]), key, s)
-            lanes.store(state, at + r * Dk + d, s)
+                key, u = lanes.load(k, ((first + j) * Hk + kh) * Dk + d - at - r * Dk), j * 16 + r
+                w, x = lanes.fma(lanes.splat(U[u]), key, w), lanes.fma(lanes.splat(U[u + 1]), key, x)
+                y, z = lanes.fma(lanes.splat(U[u + 2]), key, y), lanes.fma(lanes.splat(U[u + 3]), key, z)
+            lanes.store(state, d, w)
+            lanes.store(state, d + Dk, x)
+            lanes.store(state, d + 2 * Dk, y)
+            lanes.store(state, d + 3 * Dk, z)
 
 
 @inner
