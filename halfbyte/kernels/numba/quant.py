@@ -219,7 +219,7 @@ def embed(ids, w, dtype=torch.float32, *, out=None):
     return finish(y, dtype, out)
 
 
-@njit
+@njit(error_model="numpy")
 def quantize_group(w, base, group, bits, codes):
     """mlx's affine rule for one group: its scale and bias in float32, its codes in `codes`."""
     low, high = w[base], w[base]
@@ -236,7 +236,7 @@ def quantize_group(w, base, group, bits, codes):
         scale, bias = np.float32(edge / steps), edge
     for i in range(group):
         code = np.rint(np.float32(np.float32(w[base + i] - bias) / scale))
-        codes[i] = np.int64(min(max(code, np.float32(0)), top))
+        codes[i] = np.int64(min(code, top)) if code > 0 else 0  # a constant huge group has scale 0: NaN counts as 0
     return scale, bias
 
 
