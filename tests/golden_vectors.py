@@ -1,7 +1,7 @@
 """The golden vectors: what each original Metal kernel computes, and how close to it a result must be.
 
-A file holds a JSON header (kernel, cases) and the arrays of each case, named `<case>.<buffer>` and, after the kernel has
-run, `<case>.<buffer>.out`. Buffers are in, out or inout; scalars and the fields of structs stand in the header.
+A file holds a JSON header (kernel, cases) and the arrays of each case: `<case>.<buffer>` and, after the kernel has run,
+`<case>.<buffer>.out`. Buffers are in, out or inout; scalars and the fields of structs stand in the header.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Vector:
             if not same.all():
                 first = int(np.argmin(same))
                 lines.append(
-                    f"{self.kernel} case {self.meta['case']} {self.meta['params']} {name}: {(~same).sum()} of {same.size} "
-                    f"off, first at {first}: {result[first]} for {expected[first]}"
+                    f"{name} of case {self.meta['case']} {self.meta['params']}: {(~same).sum()} of {same.size} off, "
+                    f"first at {first}: {result[first]} for {expected[first]}"
                 )
         return lines
 

@@ -1,0 +1,79 @@
+"""Every original Metal kernel's golden vectors, through our ops: the torch bodies and the Numba kernels."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from golden_adapter import COMPOSITES, KERNELS, run
+from golden_vectors import files, load
+
+from halfbyte.ops import dispatch
+
+DOCUMENT = (Path(__file__).parent.parent / "docs" / "kernels.md").read_text(encoding="utf-8")
+FILES = {path.stem: path for path in files()}
+
+
+@pytest.mark.parametrize("language", ["torch", "numba"])
+@pytest.mark.parametrize("name", FILES)
+def test_golden(name, language):
+    for vector in load(FILES[name]):
+        given = {key: array.copy() for key, array in vector.inputs.items()}
+        got = run(vector.kernel, vector.inputs, vector.scalars, vector.meta, language=language)
+        assert vector.misses(got) == []
+        assert set(got) == set(vector.outputs)
+        assert all(given[key].tobytes() == vector.inputs[key].tobytes() for key in given)
+
+
+def test_all_vectors_are_here():
+    assert len(FILES) == 89
+    assert {name.split("__")[0] for name in FILES} == set(KERNELS)
+    assert set(COMPOSITES) <= set(KERNELS)
+
+
+def test_a_wrong_result_is_a_miss():
+    vector = next(load(FILES["rms_norm_f32_triple"]))
+    got = run(vector.kernel, vector.inputs, vector.scalars, vector.meta, language="torch")
+    got["output_b"] = got["output_b"] * 1.0001
+    assert [line.split()[0] for line in vector.misses(got)] == ["output_b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [("rms_norm_f32", "rms_norm"), ("fused_gate_up_swiglu", "qmm"), ("fused_gate_up_swiglu", "glu")],
+)
+def test_the_adapter_fails_where_a_kernel_is_missing(name, missing, monkeypatch):
+    found = dispatch.find
+    monkeypatch.setattr(
+        dispatch, "find", lambda language, family, op: None if op == missing else found(language, family, op)
+    )
+    vector = next(load(FILES[name]))
+    with pytest.raises(AssertionError, match=f"no numba kernel ran for .*{missing}"):
+        run(vector.kernel, vector.inputs, vector.scalars, vector.meta, language="numba")
+    run(vector.kernel, vector.inputs, vector.scalars, vector.meta, language="torch")
+
+
+def rows_of_document() -> list[list[str]]:
+    """The cells of every table row that starts with a number."""
+    rows = (line.strip("|").split(" | ") for line in DOCUMENT.splitlines() if re.match(r"\| \d+ \|", line))
+    return [[cell.strip(" `") for cell in row] for row in rows]
+
+
+def test_the_document_lists_all_99_in_order():
+    rows = rows_of_document()
+    assert [int(row[0]) for row in rows] == list(range(1, 100))
+    named = {row[1] for row in rows}
+    assert {name.split("__")[0] for name in FILES} <= named
+    assert {row[1] for row in rows if "composite" in row[2]} == set(COMPOSITES)
+    for number, name, _, test in rows:
+        if name in KERNELS:
+            older = "__seed004" if 37 <= int(number) <= 42 else ""
+            assert f"test_golden[{name}{older}-" in test
+
+
+def test_every_test_named_in_the_document_exists():
+    named = set(re.findall(r"(test_\w+)\.py::(test_\w+)", DOCUMENT))
+    assert named
+    for file, test in named:
+        assert f"def {test}(" in (Path(__file__).parent / f"{file}.py").read_text(encoding="utf-8"), (file, test)
