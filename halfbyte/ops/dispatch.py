@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -92,8 +92,13 @@ def trace() -> Iterator[list[Entry]]:
 def require(condition: bool, op: str, argument: str, expected: str, *got: Any) -> None:
     """Raise a ValueError that names the op, the argument, what was expected and what came. Formats only on failure."""
     if not condition:
-        came = f"; got {', '.join(map(describe, got))}" if got else ""
-        raise ValueError(f"{op}: {argument} must be {expected}{came}")
+        refuse(op, argument, expected, *got)
+
+
+def refuse(op: str, argument: str, expected: str, *got: Any) -> NoReturn:
+    """As a failed `require`, for checks whose text is worth forming only when it is needed."""
+    came = f"; got {', '.join(map(describe, got))}" if got else ""
+    raise ValueError(f"{op}: {argument} must be {expected}{came}")
 
 
 def describe(value: Any) -> str:
@@ -106,17 +111,19 @@ def require_floats(op: str, device: torch.device, **tensors: Tensor | None) -> N
     """Every tensor that is given is a floating point tensor on this device."""
     for name, tensor in tensors.items():
         if tensor is not None:
-            require(isinstance(tensor, Tensor), op, name, "a tensor", tensor)
-            require(tensor.dtype in FLOATS, op, name, "float32, bfloat16, float16 or float64", tensor)
-            require(tensor.device == device, op, name, f"on {device}, as the first argument", tensor)
+            if not isinstance(tensor, Tensor):
+                refuse(op, name, "a tensor", tensor)
+            if tensor.dtype not in FLOATS:
+                refuse(op, name, "float32, bfloat16, float16 or float64", tensor)
+            if tensor.device != device:
+                refuse(op, name, f"on {device}, as the first argument", tensor)
 
 
 def require_out(op: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     if out is not None:
         require(isinstance(out, Tensor), op, "out", "a tensor", out)
-        require(tuple(out.shape) == tuple(shape), op, "out", f"of shape {list(shape)}", out)
-        require(out.dtype == dtype, op, "out", f"of dtype {dtype}", out)
-        require(out.device == device, op, "out", f"on {device}", out)
+        if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != device:
+            refuse(op, "out", f"{dtype} of shape {list(shape)} on {device}", out)
 
 
 def wide(x: Tensor) -> Tensor:

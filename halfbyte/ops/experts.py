@@ -17,7 +17,7 @@ from torch import Tensor
 from .dispatch import FLOATS, INTEGERS, deliver, kernel, require, require_floats, require_out, wide
 from .formats import Packed, require_format
 from .quant import exact_weights, require_ids
-from .rowwise import ACTIVATIONS, activate
+from .rowwise import ACTIVATIONS, NAMED, activate
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def expert_mlp(
     Any number of tokens, experts and choices; what lies between stays float32. `out` must not overlap x.
     """
     require(isinstance(experts, Experts), "expert_mlp", "experts", "an Experts", experts)
-    require(activation in ACTIVATIONS, "expert_mlp", "activation", f"one of {', '.join(ACTIVATIONS)}", activation)
+    require(activation in ACTIVATIONS, "expert_mlp", "activation", NAMED, activation)
     _require_chosen("expert_mlp", x, ids, experts.gate)
     T, A = ids.shape
     require_out("expert_mlp", out, (T, A, experts.down.shape[1]), x.dtype, x.device)
@@ -201,7 +201,7 @@ def _require_chosen(op: str, x: Tensor, ids: Tensor, w: Projection) -> None:
     require(len(w.shape) == 3 and w.shape[2] > 0, op, "weights", "[E, N, K]", tuple(w.shape))
     require(not isinstance(w, Tensor) or w.dtype in FLOATS, op, "weights", "floats or quantised", w)
     shared, own = (ids.shape[0], w.shape[2]), (*ids.shape, w.shape[2])
-    require(tuple(x.shape) in (shared, own), op, "x", f"{list(shared)} or {list(own)}", x, ids)
+    require(tuple(x.shape) in (shared, own), op, "x", "[T, K] or [T, A, K] for ids [T, A] and these weights", x, ids)
     require_ids(op, "ids", ids, w.shape[0])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import FLOATS, INTEGERS, deliver, kernel, require, require_floats, require_out, wide
+from .dispatch import FLOATS, INTEGERS, deliver, kernel, refuse, require, require_floats, require_out, wide
 from .formats import (
     DEFAULTS,
     NV_RANGE,
@@ -103,8 +103,8 @@ def qmm(x: Tensor, w: Packed | Tensor, *, transpose: bool = True, out: Tensor | 
     shape = tuple(w.shape)
     require(len(shape) >= 2 and shape[-1] > 0, "qmm", "w", "[..., N, K] with K > 0", shape)
     lead, inner, width = shape[:-2], shape[-1 if transpose else -2], shape[-2 if transpose else -1]
-    fits = x.ndim > len(lead) and tuple(x.shape[x.ndim - 1 - len(lead) :]) == (*lead, inner)
-    require(fits, "qmm", "x", f"[..., {', '.join(map(str, (*lead, inner)))}] for this w", x, shape)
+    if x.ndim <= len(lead) or tuple(x.shape[x.ndim - 1 - len(lead) :]) != (*lead, inner):
+        refuse("qmm", "x", f"[..., {', '.join(map(str, (*lead, inner)))}] for this w", x, shape)
     require_out("qmm", out, (*x.shape[:-1], width), x.dtype, x.device)
     if found := kernel("quant", "qmm", x):
         return found(x, w, transpose=transpose, out=out)  # type: ignore[no-any-return]
@@ -150,8 +150,9 @@ def embed(ids: Tensor, w: Packed | Tensor, dtype: torch.dtype = torch.float32, *
 def require_ids(op: str, argument: str, ids: Tensor, count: int) -> None:
     """Ids lie in [0, count). Read on a CPU only: a GPU would have to be waited for, so there the caller checks."""
     if ids.device.type == "cpu" and ids.numel():
-        low, high = ids.aminmax()
-        require(int(low) >= 0 and int(high) < count, op, argument, f"in [0, {count})", int(low), int(high))
+        low, high = (int(edge) for edge in ids.aminmax())
+        if low < 0 or high >= count:
+            refuse(op, argument, f"in [0, {count})", low, high)
 
 
 def _matrix(op: str, w: Packed | Tensor) -> tuple[int, int]:

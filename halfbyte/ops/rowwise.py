@@ -15,6 +15,7 @@ from torch import Tensor
 from .dispatch import FLOATS, INTEGERS, deliver, kernel, require, require_floats, require_out, wide
 
 ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid")
+NAMED = f"one of {', '.join(ACTIVATIONS)}"
 
 
 def rms_norm(
@@ -134,7 +135,7 @@ def glu(gate: Tensor, up: Tensor, activation: str = "silu", *, out: Tensor | Non
     """
     require_floats("glu", up.device, gate=gate, up=up)
     require(gate.shape == up.shape, "glu", "gate", "of up's shape", gate, up)
-    require(activation in ACTIVATIONS, "glu", "activation", f"one of {', '.join(ACTIVATIONS)}", activation)
+    require(activation in ACTIVATIONS, "glu", "activation", NAMED, activation)
     require_out("glu", out, up.shape, up.dtype, up.device)
     if found := kernel("rowwise", "glu", up):
         return found(gate, up, activation, out=out)  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ stay in cache while the weights stream by.
 from functools import lru_cache
 
 import numpy as np
+import torch
 from numba import njit, prange
 
 from .dots import VALUES, dot4x1, dot4x4, powers, starts, token
@@ -32,7 +33,7 @@ class Format:
         return -(-K // (WIDTH * self.values)) * WIDTH * (self.values + self.started)
 
 
-KIND = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
+KIND = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @lru_cache(maxsize=256)
@@ -47,8 +48,8 @@ def _format(mode, bits, group, kind):
 def format_of(w):
     """The Format of a Packed, of an expert provider that has its fields, or of a dense tensor."""
     if hasattr(w, "bits"):
-        return _format(w.mode, w.bits, w.group, str(w.scale_dtype))
-    return _format("dense", 0, 16, str(w.dtype))
+        return _format(w.mode, w.bits, w.group, w.scale_dtype)
+    return _format("dense", 0, 16, w.dtype)
 
 
 @njit

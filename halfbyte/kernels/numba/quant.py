@@ -4,6 +4,7 @@ The loops of quantize, dequantize and embed follow mlx operation by operation, s
 """
 
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 import torch
@@ -26,26 +27,25 @@ def row_lists(rows, jobs):
 
 def matrix_addresses(w):
     """int64 [3, J]: where the words, scales and biases of each matrix of a stack begin; and what must stay alive."""
-    jobs = int(np.prod(w.shape[:-2]))
     parts = (w.words, w.scales, w.biases) if hasattr(w, "bits") else (w, None, None)
     kept = [None if t is None else t.contiguous() for t in parts]
-    addresses = np.zeros((3, jobs), np.int64)
-    for row, part in zip(addresses, kept, strict=True):
-        if part is not None and part.numel():
-            row[:] = part.data_ptr() + np.arange(jobs) * (part.numel() // jobs * part.element_size())
-    return addresses, kept
+    bases = [0 if t is None else t.data_ptr() for t in kept]
+    jobs = prod(w.shape[:-2])
+    if jobs == 1:
+        return np.array(bases, np.int64).reshape(3, 1), kept
+    steps = [0 if t is None else t.stride(-3) * t.element_size() for t in kept]
+    return np.array(bases)[:, None] + np.array(steps)[:, None] * np.arange(jobs), kept
 
 
 def qmm(x, w, *, transpose=True, out=None):
     N, K = w.shape[-2:]
     width = N if transpose else K
-    shape = (*x.shape[:-1], width)
-    y = destination(shape, out)
+    y = destination((*x.shape[:-1], width), out)
     if y.numel() == 0:
         return finish(y, x.dtype, out)
     addresses, kept = matrix_addresses(w)
     jobs = addresses.shape[1]
-    rows = x.numel() // (jobs * x.shape[-1]) if x.shape[-1] else y.numel() // (jobs * width)
+    rows = y.numel() // (jobs * width)
     form, source, target = format_of(w), floats(x), y.numpy().reshape(-1)
     if transpose:
         prepared, sums = prepare(form, source, K)
