@@ -152,10 +152,9 @@ def weights_of(scores, base, j):
 
 @inlined
 def values_for_four(scores, base, values, start_row, S, low, high, o, at, Dv):
-    """o += weight . value of four queries over the positions low .. high of a tile, in their order."""
+    """o += weight . value of four queries over the positions low .. high of a tile, in their order, by 64 columns."""
     v, v_base, v_step = values
-    whole = Dv - Dv % 64
-    for d in range(0, whole, 64):
+    for d in range(0, Dv - Dv % 64, 64):
         places = (at + d, at + d + 16, at + d + 32, at + d + 48)
         sums = load4(o, places, 0), load4(o, places, Dv), load4(o, places, 2 * Dv), load4(o, places, 3 * Dv)
         for j in range(low, high):
@@ -166,17 +165,6 @@ def values_for_four(scores, base, values, start_row, S, low, high, o, at, Dv):
             sums = times4(w[0], x, a), times4(w[1], x, b), times4(w[2], x, c), times4(w[3], x, e)
         for r in range(4):
             store4(o, at + r * Dv + d, sums[r])
-    for d in range(whole, Dv, 16):
-        places = (at + d, at + Dv + d, at + 2 * Dv + d, at + 3 * Dv + d)
-        a, b, c, e = load4(o, places, 0)
-        for j in range(low, high):
-            x = lanes.load(v, v_base + place_of(j, start_row, S) * v_step + d)
-            w = weights_of(scores, base, j)
-            a, b, c, e = lanes.fma(w[0], x, a), lanes.fma(w[1], x, b), lanes.fma(w[2], x, c), lanes.fma(w[3], x, e)
-        lanes.store(o, places[0], a)
-        lanes.store(o, places[1], b)
-        lanes.store(o, places[2], c)
-        lanes.store(o, places[3], e)
 
 
 @inlined
@@ -188,12 +176,12 @@ def store4(o, at, x):
 
 
 @inner
-def values_for_one(scores, base, values, start_row, S, low, high, o, at, Dv):
-    """As `values_for_four`, for the query whose weights start at `base`: the positions its neighbours do not share."""
+def values_for_one(scores, base, values, start_row, S, low, high, o, at, column, Dv):
+    """As `values_for_four`, for the query whose weights start at `base`, from a column on."""
     v, v_base, v_step = values
     for j in range(low, high):
         weight, row = lanes.splat(scores[base + j // 4 * 16 + j % 4]), v_base + place_of(j, start_row, S) * v_step
-        for d in range(0, Dv, 16):
+        for d in range(column, Dv, 16):
             lanes.store(o, at + d, lanes.fma(weight, lanes.load(v, row + d), lanes.load(o, at + d)))
 
 
@@ -207,13 +195,17 @@ def tile_values(scores, query, lows, highs, values, start_row, S, o, at, Dv):
         low, high = max(low, lows[query + r]), min(high, highs[query + r])
     high = max(low, high)
     base = query * TILE
-    for r in range(4):
-        end = min(low, highs[query + r])
-        values_for_one(scores, base + 4 * r, values, start_row, S, lows[query + r], end, o, at + r * Dv, Dv)
-    values_for_four(scores, base, values, start_row, S, low, high, o, at, Dv)
-    for r in range(4):
-        begin = max(high, lows[query + r])
-        values_for_one(scores, base + 4 * r, values, start_row, S, begin, highs[query + r], o, at + r * Dv, Dv)
+    for part in range(3):  # before what all four see, that, after it
+        if part == 1:
+            values_for_four(scores, base, values, start_row, S, low, high, o, at, Dv)
+        for r in range(4):
+            begin, end, column = lows[query + r], min(low, highs[query + r]), 0
+            if part == 1:
+                begin, end, column = low, high, Dv - Dv % 64
+            elif part == 2:
+                begin, end = max(high, begin), highs[query + r]
+            if column < Dv:
+                values_for_one(scores, base + 4 * r, values, start_row, S, begin, end, o, at + r * Dv, column, Dv)
 
 
 @njit(inline="always", error_model="numpy")
@@ -367,7 +359,7 @@ def run_task(q, q_pe, k, e, v, strides, slots, lengths, sizes, options, tiles, s
     )  # fmt: skip
 
 
-@njit(inline="always", error_model="numpy")
+@inner
 def merge_query(sizes, starts, count, parts, running, query):
     """The parts of one query of one block, in order, and its result."""
     L, H, G, _, _, Dv, _ = sizes
@@ -386,8 +378,8 @@ def attention_kernel(
     q, q_pe, k, e, v, strides, slots, lengths, sizes, options, tiles, starts, count, part_peaks, part_sums, part_o,
     peaks, sums, y,
 ):  # fmt: skip
-    """y and lse (in `peaks`) of every query, which start as those of a query that saw nothing."""
-    parts, running, queries = (part_peaks, part_sums, part_o), (peaks, sums, y), len(tiles) * count
+    """The tiles of every query, merged into the running states or, in a split call, left in parts for merge_kernel."""
+    parts, running = (part_peaks, part_sums, part_o), (peaks, sums, y)
     tasks = starts[-1] if part_peaks.size else len(tiles)
     for turn in prange(tasks):
         run_task(
@@ -408,7 +400,13 @@ def attention_kernel(
             np.int64(turn),
             count,
         )
-    for query in prange(queries):
+
+
+@njit(parallel=True, cache=True, error_model="numpy")
+def merge_kernel(sizes, starts, count, part_peaks, part_sums, part_o, peaks, sums, y):
+    """The results of all queries from their parts, or from what is merged already; lse in place of `peaks`."""
+    parts, running = (part_peaks, part_sums, part_o), (peaks, sums, y)
+    for query in prange((len(starts) - 1) * count):
         merge_query(sizes, starts, count, parts, running, np.int64(query))
 
 
@@ -463,12 +461,13 @@ def launch(q, q_pe, keys, more, values, slots, lengths, sizes, options, Dv, retu
         serial = pairs * count * TILE * (D + P + wide) < SMALL
         spots = pairs * count if not serial and blocks < 4 * threads else 0
         set_num_threads(1 if serial else threads)
+        parts = np.empty(spots, np.float32), np.empty(spots, np.float32), np.empty(spots * wide, np.float32)
+        running = floats(lse), np.zeros(lse.numel(), np.float32), floats(y)
         attention_kernel(
             floats(q), floats(q_pe), keys[0], more[0], values[0], (*keys[1][:3], *more[1][:3], *values[1][:3]),
-            indices(slots, np.arange(B)), lengths, sizes, options, tiles, starts, count, np.empty(spots, np.float32),
-            np.empty(spots, np.float32), np.empty(spots * wide, np.float32), floats(lse),
-            np.zeros(lse.numel(), np.float32), floats(y),
+            indices(slots, np.arange(B)), lengths, sizes, options, tiles, starts, count, *parts, *running,
         )  # fmt: skip
+        merge_kernel(sizes, starts, count, *parts, *running)
         set_num_threads(threads)
     y = finish(y if wide == Dv else y[..., :Dv].contiguous(), q.dtype, outs[0])
     return (y, finish(lse, torch.float32, outs[1])) if return_lse else y
