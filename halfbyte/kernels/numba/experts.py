@@ -63,7 +63,7 @@ def expert_mlp(x, ids, experts, activation="silu", *, out=None):
             ready[form] = prepare(form, source, hidden)
         project(choices, w, *ready[form], choices.x_rows, result, form)
     gate, up = gate.reshape(-1), up.reshape(-1)
-    glu_kernel(gate, up, ACTIVATION[activation], gate)
+    glu_kernel(gate.ctypes.data, up.ctypes.data, ACTIVATION[activation], gate.ctypes.data, gate.size)
     form = format_of(experts.down)
     prepared, sums = prepare(form, gate, inner)
     project(choices, experts.down, prepared, sums, choices.pairs, y.numpy().reshape(-1, hidden), form)

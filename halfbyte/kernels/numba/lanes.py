@@ -3,10 +3,10 @@
 A value of type `f32x16` or `i32x16` lives in registers (one on AVX-512, two on AVX2, four on NEON; LLVM splits it).
 The width is the same on every machine, so results do not depend on the machine's vector width.
 
-Arrays are addressed flat: `load(a, i)` reads the sixteen elements from `i` of a C-contiguous array, whatever its
-shape, and widens them: float32 as they are, uint16 as bfloat16, int16 as
-IEEE half (Numba has no float16 arrays; torch views give both). No bounds are checked.
-`load_n(a, i, n)` touches only the first n elements and gives zeros after them.
+Arrays are given as arrays or, cheaper for Python to pass, as the address of float32 elements. They are addressed flat:
+`load(a, i)` reads the sixteen elements from `i` of a C-contiguous array, whatever its shape, and widens them: float32
+as they are, uint16 as bfloat16, int16 as IEEE half (Numba has no float16 arrays; torch views give both). No bounds are
+checked. `load_n(a, i, n)` touches only the first n elements and gives zeros after them.
 """
 
 import operator
@@ -68,8 +68,11 @@ def first_lanes(builder, n, count=WIDTH):
 
 
 def element_pointer(context, builder, array_type, array, index, kind):
-    data = context.make_array(array_type)(context, builder, array).data
-    flat = builder.bitcast(data, kind.as_pointer())
+    if isinstance(array_type, types.Integer):
+        flat = builder.inttoptr(array, kind.as_pointer())
+    else:
+        data = context.make_array(array_type)(context, builder, array).data
+        flat = builder.bitcast(data, kind.as_pointer())
     return builder.gep(flat, [index])
 
 
@@ -97,6 +100,8 @@ def widened(builder, narrow):
 
 def stored_as(array_type):
     """The LLVM element type that an array's dtype stands for."""
+    if isinstance(array_type, types.Integer):
+        return F32
     return {types.float32: F32, types.uint16: I16, types.int16: ir.HalfType()}[array_type.dtype]
 
 
@@ -155,6 +160,18 @@ def store_n(typing, a, i, v, n):
         return context.get_dummy_value()
 
     return types.void(a, types.intp, f32x16, types.intp), generate
+
+
+@intrinsic
+def element(typing, a, i):
+    """Element i alone, widened."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.VectorType(stored_as(signature.args[0]), 1)
+        pointer = element_pointer(context, builder, signature.args[0], args[0], args[1], kind.element)
+        return builder.extract_element(widened(builder, read(builder, pointer, kind)), I32(0))
+
+    return types.float32(a, types.intp), generate
 
 
 @intrinsic

@@ -8,16 +8,16 @@ import torch
 from numba import njit, prange
 
 from . import lanes
-from .views import NOTHING, SERIAL, destination, finish, floats
+from .views import SERIAL, address, destination, finish, floats, widened
 
 ACTIVATION = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}
 
 
 @njit(forceinline=True)
 def sum_input(x, add, i, n):
-    """n lanes of x + add at i; an absent array is empty."""
+    """n lanes of x + add at i; the address of what is absent is 0."""
     s = lanes.load_n(x, i, n)
-    if add.size:
+    if add:
         s = s + lanes.load_n(add, i, n)
     return s
 
@@ -53,65 +53,70 @@ def activated(v, activation):
 
 
 @njit(forceinline=True)
-def times_scale(y, scale, i, n):
-    if scale.size == 1:
-        y = y * lanes.splat(scale[0])
-    elif scale.size > 1:
+def times_scale(y, scale, scales, i, n):
+    """y times the scale: none, one number or one a column."""
+    if scales == 1:
+        y = y * lanes.splat(lanes.element(scale, 0))
+    elif scales > 1:
         y = y * lanes.load_n(scale, i, n)
     return y
 
 
 @njit(forceinline=True)
-def norm_piece(x, weight, add, mul, gate, residual, scale, y, s_out, base, i, n, factor):
+def norm_piece(x, weight, add, mul, gate, residual, scale, scales, y, s_out, base, i, n, factor):
     s = sum_input(x, add, base + i, n)
-    if s_out.size:
+    if s_out:
         lanes.store_n(s_out, base + i, s, n)
     v = s * lanes.splat(factor)
-    if weight.size:
+    if weight:
         v = v * lanes.load_n(weight, i, n)
-    if mul.size:
+    if mul:
         v = v * lanes.load_n(mul, base + i, n)
-    if gate.size:
+    if gate:
         v = v * activated(lanes.load_n(gate, base + i, n), 0)
-    if residual.size:
+    if residual:
         v = lanes.load_n(residual, base + i, n) + v
-    lanes.store_n(y, base + i, times_scale(v, scale, i, n), n)
+    lanes.store_n(y, base + i, times_scale(v, scale, scales, i, n), n)
 
 
 @njit
-def norm_row(x, weight, eps, add, mul, gate, residual, scale, y, s_out, base, D):
+def norm_row(x, weight, eps, add, mul, gate, residual, scale, scales, y, s_out, base, D):
     factor = inverse_rms(x, add, base, D, eps)
     whole = D - D % 16
     for i in range(0, whole, 16):
-        norm_piece(x, weight, add, mul, gate, residual, scale, y, s_out, base, i, 16, factor)
+        norm_piece(x, weight, add, mul, gate, residual, scale, scales, y, s_out, base, i, 16, factor)
     if whole < D:
-        norm_piece(x, weight, add, mul, gate, residual, scale, y, s_out, base, whole, D - whole, factor)
+        norm_piece(x, weight, add, mul, gate, residual, scale, scales, y, s_out, base, whole, D - whole, factor)
 
 
 @njit(parallel=True, cache=True)
-def rms_norm_kernel(x, weight, eps, add, mul, gate, residual, scale, y, s_out, D):
-    rows = x.size // D
-    if x.size < SERIAL:
+def rms_norm_kernel(x, weight, eps, add, mul, gate, residual, scale, scales, y, s_out, rows, D):
+    if rows * D < SERIAL:
         for row in range(rows):
-            norm_row(x, weight, eps, add, mul, gate, residual, scale, y, s_out, row * D, D)
+            norm_row(x, weight, eps, add, mul, gate, residual, scale, scales, y, s_out, row * D, D)
     else:
         for row in prange(rows):
-            norm_row(x, weight, eps, add, mul, gate, residual, scale, y, s_out, row * D, D)
+            base = np.intp(row) * D
+            norm_row(x, weight, eps, add, mul, gate, residual, scale, scales, y, s_out, base, D)
 
 
 def rms_norm(
     x, weight=None, eps=1e-6, *, add=None, mul=None, gate=None, residual=None, scale=None, return_sum=False,
     extra_dtype=None, head_major=False, out=None,
 ):  # fmt: skip
-    outs = list(out) if isinstance(out, tuple) else [out]
-    plain = extra_dtype is None and not head_major
-    y = destination(x.shape, outs[0] if plain or not head_major else None)
-    s = destination(x.shape, outs[1] if return_sum and out is not None else None) if return_sum else None
+    outs = out if isinstance(out, tuple) else (out,)
+    y = destination(x.shape, None if head_major else outs[0])
+    s = destination(x.shape, outs[1] if out is not None else None) if return_sum else None
+    held = [widened(t) for t in (x, weight, add, mul, gate, residual, scale_tensor(scale))]
+    source, w, a, m, g, r, factor = map(address, held)
+    D = x.shape[-1]
     rms_norm_kernel(
-        floats(x), floats(weight), eps, floats(add), floats(mul), floats(gate), floats(residual), scale_array(scale),
-        floats(y), floats(s), x.shape[-1],
+        source, w, eps, a, m, g, r, factor, 0 if scale is None else held[6].numel(), y.data_ptr(), address(s),
+        x.numel() // D, D,
     )  # fmt: skip
-    outs = outs if out is not None else [None] * 3
+    if not head_major and extra_dtype is None and not return_sum:
+        return finish(y, x.dtype, out)
+    outs = outs if out is not None else (None,) * 3
     turned = y.transpose(-3, -2).contiguous() if head_major else y
     results = [finish(y if extra_dtype else turned, x.dtype, outs[0])]
     if return_sum:
@@ -121,64 +126,64 @@ def rms_norm(
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def scale_array(scale):
-    if scale is None or isinstance(scale, torch.Tensor):
-        return floats(scale)
-    return np.full(1, scale, np.float32)
+def scale_tensor(scale):
+    return scale if scale is None or isinstance(scale, torch.Tensor) else torch.tensor([scale], dtype=torch.float32)
 
 
 @njit
-def chain_row(x, weight, residual, eps, r, weights, residual2, scale, ys, base, D, count):
-    """r = residual + rms(x) weight (no residual: r = x), then each y of the block `ys` [count, rows, D]."""
-    if weight.size:
-        factor = inverse_rms(x, NOTHING, base, D, eps)
+def chain_row(x, weight, residual, eps, r, weights, residual2, scale, scales, ys, row, rows, D, count):
+    """r = residual + rms(x) weight (no weight: r is x), then each y of the block `ys` [count, rows, D]."""
+    base = row * D
+    if weight:
+        factor = inverse_rms(x, 0, base, D, eps)
         for i in range(0, D, 16):
             n = min(16, D - i)
             v = lanes.load_n(x, base + i, n) * lanes.splat(factor) * lanes.load_n(weight, i, n)
             lanes.store_n(r, base + i, lanes.load_n(residual, base + i, n) + v, n)
-    factor = inverse_rms(r, NOTHING, base, D, eps)
+    factor = inverse_rms(r, 0, base, D, eps)
     for which in range(count):
-        offset = which * r.size + base
         for i in range(0, D, 16):
             n = min(16, D - i)
             v = lanes.load_n(r, base + i, n) * lanes.splat(factor) * lanes.load_n(weights, which * D + i, n)
-            if residual2.size:
+            if residual2:
                 v = lanes.load_n(residual2, base + i, n) + v
-            lanes.store_n(ys, offset + i, times_scale(v, scale, i, n), n)
+            lanes.store_n(ys, which * rows * D + base + i, times_scale(v, scale, scales, i, n), n)
 
 
 @njit(parallel=True, cache=True)
-def rms_norm_chain_kernel(x, weight, residual, eps, r, weights, residual2, scale, ys, D, count):
-    rows = x.size // D
-    if x.size < SERIAL:
+def rms_norm_chain_kernel(x, weight, residual, eps, r, weights, residual2, scale, scales, ys, rows, D, count):
+    if rows * D < SERIAL:
         for row in range(rows):
-            chain_row(x, weight, residual, eps, r, weights, residual2, scale, ys, row * D, D, count)
+            chain_row(x, weight, residual, eps, r, weights, residual2, scale, scales, ys, row, rows, D, count)
     else:
         for row in prange(rows):
-            chain_row(x, weight, residual, eps, r, weights, residual2, scale, ys, row * D, D, count)
+            at = np.intp(row)
+            chain_row(x, weight, residual, eps, r, weights, residual2, scale, scales, ys, at, rows, D, count)
 
 
 def rms_norm_many(x, weights, eps=1e-6, *, out=None):
+    source, stacked = widened(x), torch.stack([w.float() for w in weights])
     ys = torch.empty((len(weights), *x.shape), dtype=torch.float32)
-    stacked = torch.stack([w.float() for w in weights])
-    source = floats(x)
+    D, at = x.shape[-1], source.data_ptr()
     rms_norm_chain_kernel(
-        source, NOTHING, NOTHING, eps, source, floats(stacked), NOTHING, NOTHING, floats(ys), x.shape[-1], len(weights)
+        at, 0, 0, eps, at, stacked.data_ptr(), 0, 0, 0, ys.data_ptr(), x.numel() // D, D, len(weights)
     )
     outs = out or [None] * len(weights)
-    return tuple(finish(y, x.dtype, o) for y, o in zip(ys, outs, strict=True))
+    return tuple(finish(y, x.dtype, o) for y, o in zip(ys.unbind(), outs, strict=True))
 
 
 def rms_norm_chain(x, weight, residual, weights, eps=1e-6, *, residual2=None, scale=None, out=None):
     r = torch.empty(x.shape, dtype=torch.float32)
     ys = torch.empty((len(weights), *x.shape), dtype=torch.float32)
-    stacked = torch.stack([w.float() for w in weights])
+    stacked, D = torch.stack([w.float() for w in weights]), x.shape[-1]
+    held = [widened(t) for t in (x, weight, residual, residual2, scale_tensor(scale))]
+    source, w, first, second, factor = map(address, held)
     rms_norm_chain_kernel(
-        floats(x), floats(weight), floats(residual), eps, floats(r), floats(stacked), floats(residual2),
-        scale_array(scale), floats(ys), x.shape[-1], len(weights),
+        source, w, first, eps, r.data_ptr(), stacked.data_ptr(), second, factor,
+        0 if scale is None else held[4].numel(), ys.data_ptr(), x.numel() // D, D, len(weights),
     )  # fmt: skip
     outs = out or [None] * (len(weights) + 1)
-    return tuple(finish(y, x.dtype, o) for y, o in zip((r, *ys), outs, strict=True))
+    return tuple(finish(y, x.dtype, o) for y, o in zip((r, *ys.unbind()), outs, strict=True))
 
 
 @njit
@@ -202,32 +207,34 @@ SPAN = 1 << 12  # elements a task: enough to outweigh its scheduling, few enough
 
 
 @njit(parallel=True, cache=True)
-def glu_kernel(gate, up, activation, y):
-    if y.size < SERIAL:
-        glu_span(gate, up, activation, y, 0, y.size)
+def glu_kernel(gate, up, activation, y, size):
+    if size < SERIAL:
+        glu_span(gate, up, activation, y, 0, size)
     else:
-        for task in prange((y.size + SPAN - 1) // SPAN):
-            glu_span(gate, up, activation, y, task * SPAN, min(y.size, task * SPAN + SPAN))
+        for task in prange((size + SPAN - 1) // SPAN):
+            start = np.intp(task) * SPAN
+            glu_span(gate, up, activation, y, start, min(size, start + SPAN))
 
 
 def glu(gate, up, activation="silu", *, out=None):
-    y = destination(up.shape, out)
-    glu_kernel(floats(gate), floats(up), ACTIVATION[activation], floats(y))
+    y, g, u = destination(up.shape, out), widened(gate), widened(up)
+    glu_kernel(g.data_ptr(), u.data_ptr(), ACTIVATION[activation], y.data_ptr(), y.numel())
     return finish(y, up.dtype, out)
 
 
 @njit(parallel=True, cache=True)
-def softcap_kernel(x, cap, y):
-    if y.size < SERIAL:
-        softcap_span(x, cap, y, 0, y.size)
+def softcap_kernel(x, cap, y, size):
+    if size < SERIAL:
+        softcap_span(x, cap, y, 0, size)
     else:
-        for task in prange((y.size + SPAN - 1) // SPAN):
-            softcap_span(x, cap, y, task * SPAN, min(y.size, task * SPAN + SPAN))
+        for task in prange((size + SPAN - 1) // SPAN):
+            start = np.intp(task) * SPAN
+            softcap_span(x, cap, y, start, min(size, start + SPAN))
 
 
 def softcap(x, cap, *, out=None):
-    y = destination(x.shape, out)
-    softcap_kernel(floats(x), np.float32(cap), floats(y))
+    y, source = destination(x.shape, out), widened(x)
+    softcap_kernel(source.data_ptr(), np.float32(cap), y.data_ptr(), y.numel())
     return finish(y, x.dtype, out)
 
 

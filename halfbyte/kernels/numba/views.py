@@ -9,9 +9,21 @@ NOTHING = np.empty(0, np.float32)
 SERIAL = 1 << 14
 
 
+def widened(t):
+    """A tensor as contiguous float32: itself where it is."""
+    if t is None or (t.dtype == torch.float32 and t.is_contiguous()):
+        return t
+    return t.to(torch.float32).contiguous()
+
+
+def address(t):
+    """Where a contiguous tensor begins, 0 for None. The tensor must outlive the use of its address."""
+    return 0 if t is None else t.data_ptr()
+
+
 def floats(t):
     """A tensor's values as a flat float32 array, a view where it is contiguous float32; None gives an empty array."""
-    return NOTHING if t is None else t.to(torch.float32).contiguous().numpy().reshape(-1)
+    return NOTHING if t is None else widened(t).numpy().reshape(-1)
 
 
 def raw(t):
