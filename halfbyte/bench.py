@@ -160,7 +160,12 @@ def line(row: Row, width: int) -> str:
         said = ", ".join(f"{name} {'inf' if r is None else f'{r:.3g}'}" for name, r in row.error_ratios.items())
         return f"{row.case:<{width}}  WRONG: error ratio {said} (limit {LIMIT:g}); not timed"
     assert row.seconds and row.torch_seconds and row.speedup and row.bytes_per_second and row.of_read is not None
-    marks = {"cached": not row.from_memory, "no kernel": row.language == "torch", "busy": row.busy}
+    marks = {
+        "cached": not row.from_memory,
+        "no kernel": row.language == "torch",
+        "busy": row.busy,
+        "slower": row.speedup < 1 and row.language != "torch",
+    }
     return "  ".join(
         [
             f"{row.case:<{width}}",
