@@ -1,12 +1,10 @@
 """Attention in tiles of 128 positions: one algorithm for one query and for many, so that their bits are the same.
 
 The tiles lie on absolute positions. A tile gives each query its largest score, its sum of exp and its weighted values,
-from nothing but that query and that tile; tiles are merged in the order of positions. A prompt runs in blocks of
-queries that walk the tiles; a step with few queries spreads its (block, tile) pairs over the threads and merges after.
-
-Queries go by fours against four keys, so each key is loaded once for four queries, and query heads that share a kv
-head sit in the same block. Scores of four queries and four positions make one vector: lane 4 query + position.
-Head sizes are multiples of 16 here: other caches are copied with zeros added.
+from nothing but that query and that tile (tiles.py); tiles are merged in the order of positions. A prompt runs in
+blocks of queries that walk the tiles; a step with few queries spreads its (block, tile) pairs over the threads and
+merges after. Query heads that share a kv head sit in the same block. Head sizes are multiples of 16 here: other caches
+are copied with zeros added.
 """
 
 import numpy as np
@@ -15,243 +13,11 @@ from numba import get_num_threads, njit, prange, set_num_threads
 
 from . import lanes
 from .cache import indices, strided
+from .tiles import MINUS_INF, TILE, attend_tile, finish_query, inlined, inner, merge_tile
 from .views import SERIAL, destination, finish, floats
 
-TILE = 128
 BLOCK = 64  # queries that share each load of a tile: a block's queries, scores and sums stay in a core's L2
-SMALL = 1 << 17  # multiply-adds below which a call stays on its thread
-MINUS_INF = np.float32(-np.inf)
-
-# Helpers are called from kernels only: without wrappers for Python, which take half of the time to compile.
-inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
-
-
-@inlined
-def times4(y, x, sums):
-    a, b, c, d = sums
-    return lanes.fma(y, x[0], a), lanes.fma(y, x[1], b), lanes.fma(y, x[2], c), lanes.fma(y, x[3], d)
-
-
-@inlined
-def load4(rows, at, i):
-    a, b, c, d = at
-    return lanes.load(rows, a + i), lanes.load(rows, b + i), lanes.load(rows, c + i), lanes.load(rows, d + i)
-
-
-@inlined
-def queries_times4(q, at, width, x, sums):
-    a, b, c, d = sums
-    a = times4(lanes.load(q, at), x, a)
-    b = times4(lanes.load(q, at + width), x, b)
-    c = times4(lanes.load(q, at + 2 * width), x, c)
-    d = times4(lanes.load(q, at + 3 * width), x, d)
-    return a, b, c, d
-
-
-@inlined
-def dot_part(q, at, width, rows, places, D, sums):
-    """Add four queries . four rows to the sixteen sums."""
-    for i in range(0, D, 16):
-        sums = queries_times4(q, at + i, width, load4(rows, places, i), sums)
-    return sums
-
-
-@inlined
-def tanh(u):
-    """An odd polynomial below 0.625 (Cephes), 1 - 2 / (1 + e^2u) above: both to about a unit in the last place."""
-    one, two, square = lanes.splat(np.float32(1)), lanes.splat(np.float32(2)), u * u
-    series = lanes.splat(np.float32(-5.70498872745e-3))
-    series = lanes.fma(series, square, lanes.splat(np.float32(2.06390887954e-2)))
-    series = lanes.fma(series, square, lanes.splat(np.float32(-5.37397155531e-2)))
-    series = lanes.fma(series, square, lanes.splat(np.float32(1.33314422036e-1)))
-    series = lanes.fma(series, square, lanes.splat(np.float32(-3.33332819422e-1)))
-    small = lanes.fma(series * square, u, u)
-    size = lanes.larger(u, lanes.zeros() - u)
-    return lanes.choose(size, lanes.splat(np.float32(0.625)), small, one - two / (one + lanes.exp(two * u)))
-
-
-@inlined
-def place_of(position, start_row, S):
-    """The cache row of a position of a tile that starts in row `start_row`."""
-    row = start_row + position
-    return row if row < S else row % S
-
-
-@inlined
-def score_four(q, at, width, keys, more, j, start_row, S, last):
-    """q . k of four queries and the positions j .. j + 3 of a tile (the last one repeated at its end)."""
-    k, k_base, k_step, D = keys
-    e, e_base, e_step, P = more
-    r0, r1 = place_of(j, start_row, S), place_of(min(j + 1, last), start_row, S)
-    r2, r3 = place_of(min(j + 2, last), start_row, S), place_of(min(j + 3, last), start_row, S)
-    z = lanes.zeros()
-    sums = ((z, z, z, z), (z, z, z, z), (z, z, z, z), (z, z, z, z))
-    places = (k_base + r0 * k_step, k_base + r1 * k_step, k_base + r2 * k_step, k_base + r3 * k_step)
-    sums = dot_part(q, at, width, k, places, D, sums)
-    if P:
-        places = (e_base + r0 * e_step, e_base + r1 * e_step, e_base + r2 * e_step, e_base + r3 * e_step)
-        sums = dot_part(q, at + D, width, e, places, P, sums)
-    a, b, c, d = sums
-    return lanes.totals(a + b + c + d)
-
-
-@inner
-def tile_scores(q, width, count, keys, more, start_row, S, first, last, scale, softcap, scores):
-    """Scores of `count` queries (whole fours) at the positions first .. last of a tile."""
-    for group in range(first - first % 16, last + 1, 16):
-        for query in range(0, count, 4):
-            for j in range(max(group, first - first % 4), min(group + 16, last + 1), 4):
-                dots = score_four(q, query * width, width, keys, more, j, start_row, S, last)
-                s = dots * lanes.splat(scale)
-                if softcap > 0:
-                    s = lanes.splat(softcap) * tanh(s / lanes.splat(softcap))
-                lanes.store(scores, query * TILE + 4 * j, s)
-
-
-@inner
-def tile_weights(scores, query, lows, highs, first, last, peaks, sums, at):
-    """Of four queries: the largest score, exp(score - largest) in place of the scores, and its sum.
-
-    Positions that a query does not see weigh exactly 0. `scores` has sixteen spare places at its end.
-    """
-    spare, base = scores.size - 16, query * TILE
-    begin, end = first - first % 4, last - last % 4 + 4
-    for r in range(4):
-        for j in range(begin, end):
-            if j < lows[query + r] or j >= highs[query + r]:
-                scores[base + j // 4 * 16 + 4 * r + j % 4] = MINUS_INF
-    peak = lanes.splat(MINUS_INF)
-    for j in range(begin, end, 4):
-        peak = lanes.larger(peak, lanes.load(scores, base + 4 * j))
-    lanes.store(scores, spare, peak)
-    for r in range(4):
-        p = spare + 4 * r
-        largest = max(max(scores[p], scores[p + 1]), max(scores[p + 2], scores[p + 3]))
-        peaks[at + query + r] = largest
-        shift = largest if largest > MINUS_INF else np.float32(0)
-        scores[p] = scores[p + 1] = scores[p + 2] = scores[p + 3] = shift
-    shift, total = lanes.load(scores, spare), lanes.zeros()
-    for j in range(begin, end, 4):
-        weight = lanes.exp(lanes.load(scores, base + 4 * j) - shift)
-        lanes.store(scores, base + 4 * j, weight)
-        total = total + weight
-    lanes.store(scores, spare, total)
-    for r in range(4):
-        p = spare + 4 * r
-        sums[at + query + r] = (scores[p] + scores[p + 1]) + (scores[p + 2] + scores[p + 3])
-
-
-@inlined
-def weights_of(scores, base, j):
-    at = base + j // 4 * 16 + j % 4
-    return (
-        lanes.splat(scores[at]), lanes.splat(scores[at + 4]), lanes.splat(scores[at + 8]), lanes.splat(scores[at + 12])
-    )  # fmt: skip
-
-
-@inlined
-def values_for_four(scores, base, values, start_row, S, low, high, o, at, Dv):
-    """o += weight . value of four queries over the positions low .. high of a tile, in their order, by 64 columns."""
-    v, v_base, v_step = values
-    for d in range(0, Dv - Dv % 64, 64):
-        places = (at + d, at + d + 16, at + d + 32, at + d + 48)
-        sums = load4(o, places, 0), load4(o, places, Dv), load4(o, places, 2 * Dv), load4(o, places, 3 * Dv)
-        for j in range(low, high):
-            row = v_base + place_of(j, start_row, S) * v_step + d
-            x = load4(v, (row, row + 16, row + 32, row + 48), 0)
-            w = weights_of(scores, base, j)
-            a, b, c, e = sums
-            sums = times4(w[0], x, a), times4(w[1], x, b), times4(w[2], x, c), times4(w[3], x, e)
-        for r in range(4):
-            store4(o, at + r * Dv + d, sums[r])
-
-
-@inlined
-def store4(o, at, x):
-    lanes.store(o, at, x[0])
-    lanes.store(o, at + 16, x[1])
-    lanes.store(o, at + 32, x[2])
-    lanes.store(o, at + 48, x[3])
-
-
-@inner
-def values_for_one(scores, base, values, start_row, S, low, high, o, at, column, Dv):
-    """As `values_for_four`, for the query whose weights start at `base`, from a column on."""
-    v, v_base, v_step = values
-    for j in range(low, high):
-        weight, row = lanes.splat(scores[base + j // 4 * 16 + j % 4]), v_base + place_of(j, start_row, S) * v_step
-        for d in range(column, Dv, 16):
-            lanes.store(o, at + d, lanes.fma(weight, lanes.load(v, row + d), lanes.load(o, at + d)))
-
-
-@inner
-def tile_values(scores, query, lows, highs, values, start_row, S, o, at, Dv):
-    """o [4, Dv] at `at` = weights . values of four queries, each over the positions that it sees and no other."""
-    for d in range(at, at + 4 * Dv, 16):
-        lanes.store(o, d, lanes.zeros())
-    low, high = lows[query], highs[query]
-    for r in range(1, 4):
-        low, high = max(low, lows[query + r]), min(high, highs[query + r])
-    high = max(low, high)
-    base = query * TILE
-    for part in range(3):  # before what all four see, that, after it
-        if part == 1:
-            values_for_four(scores, base, values, start_row, S, low, high, o, at, Dv)
-        for r in range(4):
-            begin, end, column = lows[query + r], min(low, highs[query + r]), 0
-            if part == 1:
-                begin, end, column = low, high, Dv - Dv % 64
-            elif part == 2:
-                begin, end = max(high, begin), highs[query + r]
-            if column < Dv:
-                values_for_one(scores, base + 4 * r, values, start_row, S, begin, end, o, at + r * Dv, column, Dv)
-
-
-@njit(inline="always", error_model="numpy")
-def attend_tile(
-    packed, width, count, lows, highs, tile, keys, more, values, S, scale, softcap, scores, peaks, sums, at, o, Dv
-):
-    """One tile for one block of queries: peaks, sums at `at` and o [count, Dv] at `at Dv`."""
-    start = tile * TILE
-    near, far = np.empty(count, np.int64), np.empty(count, np.int64)
-    first, last = np.int64(TILE), np.int64(0)
-    for query in range(count):
-        near[query] = min(TILE, max(0, lows[query] - start))
-        far[query] = max(near[query], min(TILE, highs[query] - start))
-        if near[query] < far[query]:
-            first, last = min(first, near[query]), max(last, far[query])
-    start_row = start % S
-    tile_scores(packed, width, count, keys, more, start_row, S, first, last - 1, scale, softcap, scores)
-    for query in range(0, count, 4):
-        tile_weights(scores, query, near, far, first, last - 1, peaks, sums, at)
-        tile_values(scores, query, near, far, values, start_row, S, o, (at + query) * Dv, Dv)
-
-
-@inner
-def merge_tile(running, to, tile_peak, tile_sum, tile_o, at, Dv):
-    """Fold a tile's state (at `at`) into a query's running state (at `to`)."""
-    peaks, sums, o = running
-    peak = max(peaks[to], tile_peak[at])
-    shift = peak if peak > MINUS_INF else np.float32(0)
-    old, new = np.exp(peaks[to] - shift), np.exp(tile_peak[at] - shift)
-    peaks[to] = peak
-    sums[to] = sums[to] * old + tile_sum[at] * new
-    for d in range(0, Dv, 16):
-        kept = lanes.load(o, to * Dv + d) * lanes.splat(old)
-        lanes.store(o, to * Dv + d, lanes.fma(lanes.load(tile_o, at * Dv + d), lanes.splat(new), kept))
-
-
-@inner
-def finish_query(running, row, Dv):
-    """y / sum in place, and lse = peak + log sum in place of the peak; zeros and -inf where nothing was seen."""
-    peaks, sums, y = running
-    total = sums[row]
-    weight = total if total != np.float32(0) else np.float32(1)
-    for d in range(row * Dv, row * Dv + Dv, 16):
-        lanes.store(y, d, lanes.load(y, d) / lanes.splat(weight))
-    shift = peaks[row] if peaks[row] > MINUS_INF else np.float32(0)
-    peaks[row] = shift + np.log(total)
+SMALL = 1 << 19  # multiply-adds below which a call stays on its thread
 
 
 @inlined
@@ -277,15 +43,15 @@ def block_at(block, L, H, G):
 
 
 @inner
-def block_tiles(block, L, H, G, lengths, causal, window, S):
-    """The tiles that some query of a block sees."""
+def block_span(block, L, H, G, lengths, causal, window, S):
+    """The positions that some query of a block sees."""
     b, _, first, real = block_at(block, L, H, G)
     low, high = np.int64(-1), np.int64(0)
     for i in range(first // (H // G), (first + real - 1) // (H // G) + 1):
         near, far = seen_by(lengths[b], L, i, causal, window, S)
         if near < far:
             low, high = near if low < 0 else min(low, near), max(high, far)
-    return max(low, 0) // TILE, (high + TILE - 1) // TILE
+    return max(low, 0), high
 
 
 @inlined
@@ -412,12 +178,14 @@ def merge_kernel(sizes, starts, count, part_peaks, part_sums, part_o, peaks, sum
 
 @njit(cache=True, error_model="numpy")
 def plan(blocks, L, H, G, lengths, causal, window, S):
-    """Each block's tiles, first and end, and where its first (block, tile) pair stands among all."""
-    tiles, starts = np.empty((blocks, 2), np.int64), np.zeros(blocks + 1, np.int64)
+    """Each block's tiles, first and end; where its first (block, tile) pair stands among all; the positions of all."""
+    tiles, starts, positions = np.empty((blocks, 2), np.int64), np.zeros(blocks + 1, np.int64), 0
     for block in range(blocks):
-        tiles[block, 0], tiles[block, 1] = block_tiles(block, L, H, G, lengths, causal, window, S)
+        low, high = block_span(block, L, H, G, lengths, causal, window, S)
+        tiles[block, 0], tiles[block, 1] = low // TILE, (high + TILE - 1) // TILE
         starts[block + 1] = starts[block] + tiles[block, 1] - tiles[block, 0]
-    return tiles, starts
+        positions += high - low
+    return tiles, starts, positions
 
 
 def attention(
@@ -456,10 +224,9 @@ def launch(q, q_pe, keys, more, values, slots, lengths, sizes, options, Dv, retu
         lengths = indices(lengths, np.full(B, S))
         shared, threads = L * (H // G), get_num_threads()
         blocks, count = B * G * ((shared + BLOCK - 1) // BLOCK), (min(BLOCK, shared) + 3) // 4 * 4
-        tiles, starts = plan(blocks, L, H, G, lengths, options[1], options[2], S)
-        pairs = int(starts[-1])
-        serial = pairs * count * TILE * (D + P + wide) < SMALL
-        spots = pairs * count if not serial and blocks < 4 * threads else 0
+        tiles, starts, positions = plan(blocks, L, H, G, lengths, options[1], options[2], S)
+        serial = positions * count * (D + P + wide) < SMALL
+        spots = int(starts[-1]) * count if not serial and blocks < 4 * threads else 0
         set_num_threads(1 if serial else threads)
         parts = np.empty(spots, np.float32), np.empty(spots, np.float32), np.empty(spots * wide, np.float32)
         running = floats(lse), np.zeros(lse.numel(), np.float32), floats(y)
@@ -467,6 +234,7 @@ def launch(q, q_pe, keys, more, values, slots, lengths, sizes, options, Dv, retu
             floats(q), floats(q_pe), keys[0], more[0], values[0], (*keys[1][:3], *more[1][:3], *values[1][:3]),
             indices(slots, np.arange(B)), lengths, sizes, options, tiles, starts, count, *parts, *running,
         )  # fmt: skip
+        set_num_threads(1 if spots * wide < SERIAL and y.numel() < SERIAL else threads)
         merge_kernel(sizes, starts, count, *parts, *running)
         set_num_threads(threads)
     y = finish(y if wide == Dv else y[..., :Dv].contiguous(), q.dtype, outs[0])

@@ -16,6 +16,7 @@ from .views import SERIAL, destination, finish, floats
 CHUNK = 32
 PIECE = 256  # channels of a task of the convolution
 
+# As in tiles.py: helpers without wrappers for Python.
 inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
