@@ -186,6 +186,12 @@ def test_latent_attention_has_the_same_bits_however_it_is_cut(stored):
     torch.testing.assert_close(whole[0], wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_float64_caches_serve_float32_queries():
+    k, v = heads()
+    q = normal(1, 2, H, D)
+    assert torch.equal(attention(q, k.double(), v.double(), scale=0.5), attention(q, k, v, scale=0.5))
+
+
 def test_out_is_filled_and_returned():
     k, v = heads()
     q = normal(1, 2, H, D)

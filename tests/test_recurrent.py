@@ -145,6 +145,16 @@ def test_causal_conv_may_write_over_its_input(L, language):
 
 
 @LANGUAGES
+def test_a_float64_state_is_kept(language):
+    x, state = tokens(2, 5), normal(2, 4, 48, 32).double()
+    single = state.float()
+    with using(language):
+        assert torch.equal(gated_delta(*x, state), gated_delta(*x, single))
+        assert gated_delta(*x, state, in_place=False)[1].dtype == torch.float64
+    assert torch.equal(state, single.double())
+
+
+@LANGUAGES
 def test_no_tokens_leave_the_states_alone(language):
     state, memory = normal(2, 3, 8), normal(2, 4, 48, 32)
     with using(language):

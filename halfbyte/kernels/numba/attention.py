@@ -227,16 +227,18 @@ def launch(q, q_pe, keys, more, values, slots, lengths, sizes, options, Dv, retu
         tiles, starts, positions = plan(blocks, L, H, G, lengths, options[1], options[2], S)
         serial = positions * count * (D + P + wide) < SMALL
         spots = int(starts[-1]) * count if not serial and blocks < 4 * threads else 0
-        set_num_threads(1 if serial else threads)
         parts = np.empty(spots, np.float32), np.empty(spots, np.float32), np.empty(spots * wide, np.float32)
         running = floats(lse), np.zeros(lse.numel(), np.float32), floats(y)
-        attention_kernel(
-            floats(q), floats(q_pe), keys[0], more[0], values[0], (*keys[1][:3], *more[1][:3], *values[1][:3]),
-            indices(slots, np.arange(B)), lengths, sizes, options, tiles, starts, count, *parts, *running,
-        )  # fmt: skip
-        set_num_threads(1 if spots * wide < SERIAL and y.numel() < SERIAL else threads)
-        merge_kernel(sizes, starts, count, *parts, *running)
-        set_num_threads(threads)
+        try:
+            set_num_threads(1 if serial else threads)
+            attention_kernel(
+                floats(q), floats(q_pe), keys[0], more[0], values[0], (*keys[1][:3], *more[1][:3], *values[1][:3]),
+                indices(slots, np.arange(B)), lengths, sizes, options, tiles, starts, count, *parts, *running,
+            )  # fmt: skip
+            set_num_threads(1 if spots * wide < SERIAL and y.numel() < SERIAL else threads)
+            merge_kernel(sizes, starts, count, *parts, *running)
+        finally:
+            set_num_threads(threads)
     y = finish(y if wide == Dv else y[..., :Dv].contiguous(), q.dtype, outs[0])
     return (y, finish(lse, torch.float32, outs[1])) if return_lse else y
 

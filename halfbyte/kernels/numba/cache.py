@@ -7,7 +7,11 @@ FEW = 4  # requests up to which a copy each is faster than one scattered write
 
 
 def strided(t):
-    """A tensor as a flat array of what is stored, with the strides of its axes; copied where its last axis has gaps."""
+    """A tensor as a flat array of what is stored, with the strides of its axes.
+
+    Copied where its last axis has gaps, and where it is float64, which kernels do not read.
+    """
+    t = t.float() if t.dtype == torch.float64 else t
     if t.stride(-1) != 1 and t.shape[-1] != 1:
         t = t.contiguous()
     span = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0

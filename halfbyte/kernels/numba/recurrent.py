@@ -276,10 +276,9 @@ def gated_delta(q, k, v, g, beta, state, *, slots=None, form=None, in_place=True
     (B, L, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
     into = (None, None) if out is None else (out, None) if in_place else out
     named = slice(0, B) if slots is None else slots.long()
-    direct = in_place and Dk % 16 == 0 and Dv % 16 == 0 and state.is_contiguous()
+    direct = in_place and Dk % 16 == 0 and Dv % 16 == 0 and state.is_contiguous() and state.dtype == torch.float32
     # Other sizes run in a copy with rows and columns of zeros added, which stay zero.
-    rows = state if direct else padded(state[named], 2).contiguous()
-    rows = rows.clone() if not direct and rows.data_ptr() == state.data_ptr() else rows
+    rows = state if direct else padded(state[named].to(torch.float32, copy=True), 2).contiguous()
     which = indices(slots, np.arange(B)) if direct else np.arange(B)
     values = padded(v, 1)
     o = destination(values.shape, into[0] if values is v else None)
@@ -292,9 +291,9 @@ def gated_delta(q, k, v, g, beta, state, *, slots=None, form=None, in_place=True
     o = finish(o if values is v else o[..., :Dv].contiguous(), v.dtype, into[0])
     rows = rows if direct else rows[..., :Dv, :Dk]
     if not in_place:
-        return o, finish(rows.contiguous(), torch.float32, into[1])
+        return o, finish(rows.contiguous(), state.dtype, into[1])
     if not direct:
-        state[named] = rows
+        state[named] = rows.to(state.dtype)
     return o
 
 

@@ -121,9 +121,10 @@ def tile_weights(scores, query, lows, highs, first, last, peaks, sums, at):
     spare, base = scores.size - 16, query * TILE
     begin, end = first - first % 4, last - last % 4 + 4
     for r in range(4):
-        for j in range(begin, end):
-            if j < lows[query + r] or j >= highs[query + r]:
-                scores[base + j // 4 * 16 + 4 * r + j % 4] = MINUS_INF
+        if begin < lows[query + r] or highs[query + r] < end:
+            for j in range(begin, end):
+                if j < lows[query + r] or j >= highs[query + r]:
+                    scores[base + j // 4 * 16 + 4 * r + j % 4] = MINUS_INF
     peak = lanes.splat(MINUS_INF)
     for j in range(begin, end, 4):
         peak = lanes.larger(peak, lanes.load(scores, base + 4 * j))
@@ -164,6 +165,7 @@ def values_for_four(scores, base, keys, values, start_row, S, low, high, o, at, 
         for j in range(low, high):
             row = v_base + place_of(j, start_row, S) * v_step + d
             x = load4(v, (row, row + 16, row + 32, row + 48), 0)
+            # The next tile's keys, while there is only arithmetic to do.
             row = k_base + place_of(j + TILE, start_row, S) * k_step + d
             prefetch4(k, (row, row + 16, row + 32, row + 48), 0)
             w = weights_of(scores, base, j)
