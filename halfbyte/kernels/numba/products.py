@@ -9,8 +9,9 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 
+from .compiled import inner, kernel
 from .dots import VALUES, dot4x1, dot4x4, powers, starts, token
 from .lanes import WIDTH
 
@@ -52,7 +53,7 @@ def format_of(w):
     return _format("dense", 0, 16, w.dtype)
 
 
-@njit
+@inner
 def prepare_row(x, base, K, powers, started, group, prepared, place, sums, sums_at):
     """One row, permuted to the lanes of its weights' blocks, zeros after the end; then its sums over groups."""
     values = powers.size - 1
@@ -76,14 +77,15 @@ def prepare_row(x, base, K, powers, started, group, prepared, place, sums, sums_
             sums[sums_at + g] = total
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def prepare_kernel(x, K, powers, started, group, prepared, stride, sums):
     rows, G = x.size // K, K // group
     if rows < 4:
         for row in range(rows):
             prepare_row(x, row * K, K, powers, started, group, prepared, row * stride, sums, row * G)
     else:
-        for row in prange(rows):
+        for index in prange(rows):
+            row = np.intp(index)
             prepare_row(x, row * K, K, powers, started, group, prepared, row * stride, sums, row * G)
 
 
@@ -96,7 +98,7 @@ def prepare(form, x, K):
     return prepared, sums
 
 
-@njit
+@inner
 def product_tile(
     form, grouping, K, N, words, scales, biases, tile, tiles, x_rows, y_rows, low, high, x, stride, sums, G, y
 ):
@@ -120,7 +122,7 @@ def product_tile(
         i += 1
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def products_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, sums, G, y):
     """Jobs j: matrix at words[j], ... times the rows listed in [first[j], first[j + 1])."""
     jobs, tiles = words.size, (N + 3) // 4

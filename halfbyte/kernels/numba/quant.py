@@ -8,8 +8,9 @@ from math import prod
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 
+from .compiled import inlined, inner, kernel
 from .dots import row_values
 from .lanes import WIDTH, fma, load, splat, store
 from .products import format_of, multiply, prepare
@@ -62,7 +63,7 @@ def qmm(x, w, *, transpose=True, out=None):
 SPAN = 256  # columns a task contracts: long enough streams, few enough sums to stay in L1
 
 
-@njit
+@inner
 def contract_span(form, grouping, values, N, K, words, scales, biases, x, rows, jobs, job, first, count, y):
     """Columns of `count` blocks from block `first`: y[row, job] += x[row, job, n] w[n], one weight row at a time."""
     wide = WIDTH * values
@@ -84,7 +85,7 @@ def contract_span(form, grouping, values, N, K, words, scales, biases, x, rows, 
                 y[(row * jobs + job) * K + column] = sums[row * wide * count + i]
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def contract_kernel(form, grouping, values, N, K, words, scales, biases, x, rows, y):
     """y[row, job, k] = sum_n x[row, job, n] w[job, n, k]."""
     jobs, wide = words.size, WIDTH * values
@@ -99,7 +100,7 @@ def contract_kernel(form, grouping, values, N, K, words, scales, biases, x, rows
         )  # fmt: skip
 
 
-@njit(forceinline=True)
+@inlined
 def code_at(words, row, i, bits):
     """Code i of the row of words that begins at `row`; it may straddle two words."""
     bit = i * bits
@@ -110,7 +111,7 @@ def code_at(words, row, i, bits):
     return np.int64((pair >> np.uint64(start)) & np.uint64((1 << bits) - 1))
 
 
-@njit(forceinline=True)
+@inlined
 def as_bfloat16(x):
     """x rounded to bfloat16, to even; infinities and NaN as they are."""
     bits = np.uint32(np.float32(x).view(np.uint32))
@@ -120,7 +121,7 @@ def as_bfloat16(x):
     return np.uint32(bits & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-@njit
+@inner
 def dequantize_row(words, scales, biases, table, row, K, bits, group, narrow, y):
     """One row: table[q] scale + bias, with the product and the sum rounded to bfloat16 where `narrow`."""
     base, G = row * (K * bits // 32), K // group
@@ -137,7 +138,7 @@ def dequantize_row(words, scales, biases, table, row, K, bits, group, narrow, y)
             y[row * K + i] = v
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def dequantize_kernel(words, scales, biases, table, K, bits, group, narrow, y):
     rows = y.size // K
     if y.size < SERIAL:
@@ -145,7 +146,7 @@ def dequantize_kernel(words, scales, biases, table, K, bits, group, narrow, y):
             dequantize_row(words, scales, biases, table, row, K, bits, group, narrow, y)
     else:
         for row in prange(rows):
-            dequantize_row(words, scales, biases, table, row, K, bits, group, narrow, y)
+            dequantize_row(words, scales, biases, table, np.intp(row), K, bits, group, narrow, y)
 
 
 @lru_cache(maxsize=8)
@@ -219,7 +220,7 @@ def embed(ids, w, dtype=torch.float32, *, out=None):
     return finish(y, dtype, out)
 
 
-@njit(error_model="numpy")
+@inner
 def quantize_group(w, base, group, bits, codes):
     """mlx's affine rule for one group: its scale and bias in float32, its codes in `codes`."""
     low, high = w[base], w[base]
@@ -240,7 +241,7 @@ def quantize_group(w, base, group, bits, codes):
     return scale, bias
 
 
-@njit
+@inner
 def pack_codes(codes, bits, words, bit):
     """Write codes into the bit stream `words` from position `bit`, which begins a word."""
     held, count, at = np.uint64(0), 0, bit >> 5
@@ -254,17 +255,17 @@ def pack_codes(codes, bits, words, bit):
             at += 1
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def quantize_kernel(w, rows, K, bits, group, words, scales, biases):
-    for row in prange(rows):
-        codes = np.empty(group, np.int64)
+    for index in prange(rows):
+        row, codes = np.intp(index), np.empty(group, np.int64)
         for g in range(K // group):
             at = row * (K // group) + g
             scales[at], biases[at] = quantize_group(w, row * K + g * group, group, bits, codes)
             pack_codes(codes, bits, words, (row * K + g * group) * bits)
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def e2m1_kernel(scaled, words):
     """The nearest e2m1 code of each value, the lower code where two are as near, packed eight to a word."""
     for at in prange(words.size):

@@ -5,15 +5,16 @@ Rows are read twice, the second time from L1 or L2, so a norm costs about one re
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 
 from . import lanes
+from .compiled import inlined, inner, kernel
 from .views import SERIAL, address, destination, finish, floats, widened
 
 ACTIVATION = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}
 
 
-@njit(forceinline=True)
+@inlined
 def sum_input(x, add, i, n):
     """n lanes of x + add at i; the address of what is absent is 0."""
     s = lanes.load_n(x, i, n)
@@ -22,7 +23,7 @@ def sum_input(x, add, i, n):
     return s
 
 
-@njit(forceinline=True)
+@inlined
 def inverse_rms(x, add, base, D, eps):
     """1 / sqrt(mean((x + add)^2) + eps) of the row at `base`, in four independent sums."""
     a, b, c, d = lanes.zeros(), lanes.zeros(), lanes.zeros(), lanes.zeros()
@@ -40,7 +41,7 @@ def inverse_rms(x, add, base, D, eps):
     return np.float32(1) / np.sqrt(mean + np.float32(eps))
 
 
-@njit(forceinline=True)
+@inlined
 def activated(v, activation):
     """silu, gelu_tanh or sigmoid of the lanes; gelu's (1 + tanh u) / 2 is 1 / (1 + e^-2u)."""
     one = lanes.splat(np.float32(1))
@@ -52,7 +53,7 @@ def activated(v, activation):
     return one / (one + lanes.exp(lanes.zeros() - v))
 
 
-@njit(forceinline=True)
+@inlined
 def times_scale(y, scale, scales, i, n):
     """y times the scale: none, one number or one a column."""
     if scales == 1:
@@ -62,7 +63,7 @@ def times_scale(y, scale, scales, i, n):
     return y
 
 
-@njit(forceinline=True)
+@inlined
 def norm_piece(x, weight, add, mul, gate, residual, scale, scales, y, s_out, base, i, n, factor):
     s = sum_input(x, add, base + i, n)
     if s_out:
@@ -79,7 +80,7 @@ def norm_piece(x, weight, add, mul, gate, residual, scale, scales, y, s_out, bas
     lanes.store_n(y, base + i, times_scale(v, scale, scales, i, n), n)
 
 
-@njit
+@inner
 def norm_row(x, weight, eps, add, mul, gate, residual, scale, scales, y, s_out, base, D):
     factor = inverse_rms(x, add, base, D, eps)
     whole = D - D % 16
@@ -89,7 +90,7 @@ def norm_row(x, weight, eps, add, mul, gate, residual, scale, scales, y, s_out, 
         norm_piece(x, weight, add, mul, gate, residual, scale, scales, y, s_out, base, whole, D - whole, factor)
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def rms_norm_kernel(x, weight, eps, add, mul, gate, residual, scale, scales, y, s_out, rows, D):
     if rows * D < SERIAL:
         for row in range(rows):
@@ -130,7 +131,7 @@ def scale_tensor(scale):
     return scale if scale is None or isinstance(scale, torch.Tensor) else torch.tensor([scale], dtype=torch.float32)
 
 
-@njit
+@inner
 def chain_row(x, weight, residual, eps, r, weights, residual2, scale, scales, ys, row, rows, D, count):
     """r = residual + rms(x) weight (no weight: r is x), then each y of the block `ys` [count, rows, D]."""
     base = row * D
@@ -150,7 +151,7 @@ def chain_row(x, weight, residual, eps, r, weights, residual2, scale, scales, ys
             lanes.store_n(ys, which * rows * D + base + i, times_scale(v, scale, scales, i, n), n)
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def rms_norm_chain_kernel(x, weight, residual, eps, r, weights, residual2, scale, scales, ys, rows, D, count):
     if rows * D < SERIAL:
         for row in range(rows):
@@ -186,14 +187,14 @@ def rms_norm_chain(x, weight, residual, weights, eps=1e-6, *, residual2=None, sc
     return tuple(finish(y, x.dtype, o) for y, o in zip((r, *ys.unbind()), outs, strict=True))
 
 
-@njit
+@inner
 def glu_span(gate, up, activation, y, start, stop):
     for i in range(start, stop, 16):
         n = min(16, stop - i)
         lanes.store_n(y, i, activated(lanes.load_n(gate, i, n), activation) * lanes.load_n(up, i, n), n)
 
 
-@njit
+@inner
 def softcap_span(x, cap, y, start, stop):
     """cap tanh(x / cap), with tanh u = 1 - 2 / (1 + e^2u)."""
     two, one = lanes.splat(np.float32(2)), lanes.splat(np.float32(1))
@@ -206,7 +207,7 @@ def softcap_span(x, cap, y, start, stop):
 SPAN = 1 << 12  # elements a task: enough to outweigh its scheduling, few enough to share between threads
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def glu_kernel(gate, up, activation, y, size):
     if size < SERIAL:
         glu_span(gate, up, activation, y, 0, size)
@@ -222,7 +223,7 @@ def glu(gate, up, activation="silu", *, out=None):
     return finish(y, up.dtype, out)
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def softcap_kernel(x, cap, y, size):
     if size < SERIAL:
         softcap_span(x, cap, y, 0, size)
@@ -238,7 +239,7 @@ def softcap(x, cap, *, out=None):
     return finish(y, x.dtype, out)
 
 
-@njit
+@inner
 def rope_token(x, position, inv_freq, rotary, interleaved, scale, y, token, H, D):
     """All heads of one token: the angle's cos and sin once, in float64, then the rotations."""
     half = rotary // 2
@@ -258,7 +259,7 @@ def rope_token(x, position, inv_freq, rotary, interleaved, scale, y, token, H, D
             y[base + i] = x[base + i]
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def rope_kernel(x, positions, inv_freq, rotary, interleaved, scale, y, H, D):
     tokens = x.size // max(1, H * D)
     if x.size < SERIAL:
@@ -266,7 +267,8 @@ def rope_kernel(x, positions, inv_freq, rotary, interleaved, scale, y, H, D):
             place = positions[token % positions.size]
             rope_token(x, place, inv_freq, rotary, interleaved, scale, y, token, H, D)
     else:
-        for token in prange(tokens):
+        for index in prange(tokens):
+            token = np.intp(index)
             place = positions[token % positions.size]
             rope_token(x, place, inv_freq, rotary, interleaved, scale, y, token, H, D)
 
