@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..check import tensors
 from ..ops.experts import Experts, Projection, Scattered, expert_mlp, expert_qmm
 from ..ops.formats import Packed
 from .case import Case, Random
@@ -60,23 +61,33 @@ def distinct_ids(random: Random, T: int, A: int, E: int) -> Tensor:
 
 def touched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The weights of the experts that were chosen, the rows in and out."""
-    x, ids, experts = args[:3]
-    share = int(ids.unique().numel()) / experts.down.shape[0]
-    weights = 0
-    for w in (experts.gate, experts.up, experts.down):
-        weights += sum(t.nbytes for t in (w.words, w.scales, w.biases) if t is not None)
-    return int(weights * share + x.nbytes + ids.numel() * x.shape[-1] * x.element_size())
+    x, ids, chosen = args[:3]
+    parts = [chosen.gate, chosen.up, chosen.down] if isinstance(chosen, Experts) else [chosen]
+    held = sum(int(t.nbytes) for t in tensors(parts))
+    share = int(ids.unique().numel()) / parts[0].shape[0]
+    return int(held * share + x.nbytes + ids.numel() * parts[-1].shape[1] * x.element_size())
 
 
 def project(
-    T: int, A: int, E: int, N: int, K: int, *, weight: Weight, name: str, form: str = "stacked", own: bool = False
+    T: int,
+    A: int,
+    E: int,
+    N: int,
+    K: int,
+    *,
+    weight: Weight,
+    name: str,
+    form: str = "stacked",
+    own: bool = False,
+    serving: bool = False,
 ) -> Case:
     def build(random: Random, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         w = FORMS[form](random, weight, E, N, K)
         x = random.normal(*((T, A, K) if own else (T, K)), dtype=dtype)
         return (x, distinct_ids(random, T, A, E), w), {}
 
-    return Case(expert_qmm, f"{T}x{A}-of-{E}x{N}x{K}-{name}-{form}{'-own' if own else ''}", build)
+    said = f"{T}x{A}-of-{E}x{N}x{K}-{name}-{form}{'-own' if own else ''}"
+    return Case(expert_qmm, said, build, serving, touched=touched)
 
 
 def network(
@@ -113,7 +124,7 @@ CASES = [
     project(5, 2, 3, 7, 70, weight=dense(torch.bfloat16), name="bf16"),
     project(5, 2, 6, 7, 64, weight=small_float("mxfp4"), name="mxfp4"),
     project(0, 2, 3, 8, 64, weight=affine(), name="4bit"),
-    project(1, 8, 32, 512, 2048, weight=affine(), name="4bit"),
+    project(1, 8, 32, 512, 2048, weight=affine(), name="4bit", serving=True),
     network(1, 2, 4, 64, 128, weight=affine(), name="4bit"),
     network(7, 3, 5, 96, 160, weight=affine(2, 32), name="2bit", activation="gelu_tanh"),
     network(9, 2, 3, 64, 64, weight=affine(8, 32), name="8bit", form="one-buffer"),

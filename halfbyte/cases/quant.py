@@ -129,6 +129,7 @@ CASES = [
     product(16, 128, 512, rows=(1,), weight=affine(), name="4bit", serving=True),
     reading(3, 5, 192, weight=affine(5, 32), name="5bit", dtype=torch.float32),
     reading(7, 192, weight=affine(4, 64), name="4bit", dtype=torch.bfloat16),
+    reading(0, 192, weight=affine(4, 64), name="4bit", dtype=torch.float32),
     reading(7, 192, weight=affine(3, 64, torch.float16), name="3bit", dtype=torch.float16),
     reading(7, 96, weight=small_float("mxfp4"), name="mxfp4", dtype=torch.bfloat16),
     reading(7, 96, weight=small_float("mxfp8"), name="mxfp8", dtype=torch.float32),

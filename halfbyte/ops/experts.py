@@ -164,7 +164,7 @@ def expert_mlp(
     """
     require(isinstance(experts, Experts), "expert_mlp", "experts", "an Experts", experts)
     require(activation in ACTIVATIONS, "expert_mlp", "activation", NAMED, activation)
-    _require_chosen("expert_mlp", x, ids, experts.gate)
+    _require_chosen("expert_mlp", x, ids, experts.gate, "experts")
     T, A = ids.shape
     require_out("expert_mlp", out, (T, A, experts.down.shape[1]), x.dtype, x.device)
     if found := kernel("experts", "expert_mlp", x):
@@ -189,17 +189,17 @@ def _expert_weights(w: Projection, index: int, dtype: torch.dtype) -> Tensor:
     return exact_weights(Packed(w.words[index], w.scales[index], biases, w.bits, w.group, w.mode, scale), dtype)
 
 
-def _require_chosen(op: str, x: Tensor, ids: Tensor, w: Projection) -> None:
+def _require_chosen(op: str, x: Tensor, ids: Tensor, w: Projection, argument: str = "w") -> None:
     require(isinstance(x, Tensor), op, "x", "a tensor", x)
     require_floats(op, x.device, x=x)
     require(isinstance(ids, Tensor), op, "ids", "a tensor", ids)
     require(ids.dtype in INTEGERS and ids.ndim == 2, op, "ids", "int32 or int64 [T, A]", ids)
-    require(
-        ids.device == x.device and w.device == x.device, op, "ids and weights", "on x's device", ids.device, w.device
-    )
+    require(ids.device == x.device, op, "ids", "on x's device", ids, x)
     require(ids.shape[1] > 0, op, "ids", "[T, A] with A > 0", ids)
-    require(len(w.shape) == 3 and w.shape[2] > 0, op, "weights", "[E, N, K]", tuple(w.shape))
-    require(not isinstance(w, Tensor) or w.dtype in FLOATS, op, "weights", "floats or quantised", w)
+    require(isinstance(w, Projection), op, argument, "a Packed, a Scattered or a tensor", w)
+    require(w.device == x.device, op, argument, "on x's device", w.device, x)
+    require(len(w.shape) == 3 and w.shape[2] > 0, op, argument, "[E, N, K]", tuple(w.shape))
+    require(not isinstance(w, Tensor) or w.dtype in FLOATS, op, argument, "floats or quantised", w)
     shared, own = (ids.shape[0], w.shape[2]), (*ids.shape, w.shape[2])
     require(tuple(x.shape) in (shared, own), op, "x", "[T, K] or [T, A, K] for ids [T, A] and these weights", x, ids)
     require_ids(op, "ids", ids, w.shape[0])

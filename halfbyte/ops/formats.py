@@ -114,7 +114,7 @@ def affine_codes(grouped: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     top = (1 << bits) - 1
     low, high = grouped.amin(-1), grouped.amax(-1)
     from_low = low.abs() > high.abs()
-    scales = ((high - low) / top).clamp(min=1e-7)
+    scales = _quotient(high - low, top).clamp(min=1e-7)
     scales = torch.where(from_low, scales, -scales)
     edge = torch.where(from_low, low, high)
     steps = torch.round(edge / scales)
@@ -124,10 +124,15 @@ def affine_codes(grouped: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return codes.long(), scales, biases
 
 
+def _quotient(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, rounded once everywhere: by a plain number, CUDA would multiply with its reciprocal."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+
+
 def fp_codes(grouped: Tensor, mode: str, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Codes and scales of groups in w's own dtype: mlx forms them there, and every rounding counts."""
     dtype, factor = grouped.dtype, None
-    ideal = grouped.abs().amax(-1) / (448.0 if mode == "mxfp8" else 6.0)
+    ideal = _quotient(grouped.abs().amax(-1), 448.0 if mode == "mxfp8" else 6.0)
     if mode == "nvfp4":
         factor = None if global_scale is None else NV_RANGE / per_matrix(global_scale)
         scales = _e4m3_codes(ideal if factor is None else ideal.float() * factor)

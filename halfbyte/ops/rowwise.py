@@ -133,6 +133,7 @@ def glu(gate: Tensor, up: Tensor, activation: str = "silu", *, out: Tensor | Non
 
     gate, up [...]   ->   y [...], dtype of up. `out` may be gate or up.
     """
+    require(isinstance(up, Tensor), "glu", "up", "a tensor", up)
     require_floats("glu", up.device, gate=gate, up=up)
     require(gate.shape == up.shape, "glu", "gate", "of up's shape", gate, up)
     require(activation in ACTIVATIONS, "glu", "activation", NAMED, activation)
@@ -172,6 +173,7 @@ def rope(
     float64 or float32 as given. The angle is formed and reduced in float64, cos and sin are float32: at position one
     million a float32 angle would be off by 1e-2. `out` may be x.
     """
+    require(isinstance(x, Tensor), "rope", "x", "a tensor", x)
     require_floats("rope", x.device, x=x, inv_freq=inv_freq)
     require(x.ndim >= 3 and x.shape[-1] > 0, "rope", "x", "[..., T, H, D] with D > 0", x)
     rotary = x.shape[-1] if rotary is None else rotary
@@ -200,6 +202,7 @@ def rope(
 
 def softcap(x: Tensor, cap: float, *, out: Tensor | None = None) -> Tensor:
     """y = cap tanh(x / cap).   x [...]   ->   y, shape and dtype of x. `out` may be x."""
+    require(isinstance(x, Tensor), "softcap", "x", "a tensor", x)
     require_floats("softcap", x.device, x=x)
     require(cap > 0, "softcap", "cap", "above 0", cap)
     require_out("softcap", out, x.shape, x.dtype, x.device)
@@ -230,6 +233,8 @@ def _require_scale(op: str, scale: float | Tensor | None, x: Tensor) -> None:
     if isinstance(scale, Tensor):
         require_floats(op, x.device, scale=scale)
         require(scale.shape in ((), (1,), x.shape[-1:]), op, "scale", "one number, [1] or [D]", scale, x)
+    else:
+        require(scale is None or isinstance(scale, int | float), op, "scale", "a number or a tensor", scale)
 
 
 def _require_outs(

@@ -1,16 +1,14 @@
 """Dot products of packed weight rows with prepared activations: the inner loop of every product, as LLVM IR.
 
 Weights are never unpacked to memory. A block is what sixteen lanes hold of a row: lane l has V consecutive weights, so
-activations are prepared once, permuted to match: prepared[block, j, l] = x[block, l V + j]. Sums are of (q - c) x with
-c = 2^(b - 1), the middle of the codes: small and signed. What that takes from the weights is given back with the bias,
-through sums of x over each group:
+activations are prepared once, permuted to match: prepared[block, j, l] = x[block, l V + j]. Biases need only the sums
+of x over each group, which the rows share:
 
-    sum w x = sum_g scale_g sum (q - c) x  +  sum_g (bias_g + c scale_g) sum x
+    sum w x = sum_g scale_g sum q x  +  sum_g bias_g sum x
 
 Where codes fill words (1, 2, 4, 8 bits), a mask leaves q 2^(b j) of the j-th weight of all lanes and a conversion makes
-it float: the power of two is taken from the prepared activations, and a lane's sum starts at -c sum_j x_j, which they
-bring along. Three instructions for sixteen weights. Codes of 3, 5 and 6 bits are shifted under the exponent of 1.0,
-and c is subtracted from each.
+it float; the power of two is taken from the prepared activations. That is three instructions for sixteen weights. Codes
+of 3, 5 and 6 bits are shifted under the exponent of 1.0, which is subtracted.
 
 Four rows are done together: they share the activations, and four streams far apart keep more of the memory busy. Every
 output element has the same order of operations in every variant, so one row and many rows give the same bits.
@@ -41,20 +39,19 @@ def token(form, kind, group):
     return np.empty((0,) * (1 + FORMATS.index(form)), KINDS[kind]), np.empty((0,) * (1 + GROUPS.index(group)), np.uint8)
 
 
-def starts(form):
-    """Whether a lane's sum starts at a vector that the prepared activations bring along, before their V others."""
+def in_words(form):
+    """Whether codes never straddle words, so that a mask finds them."""
     return form in ("affine1", "affine2", "affine4", "affine8")
 
 
 def powers(form):
-    """What the j-th activation of each lane is multiplied with, and then the starting sum: powers of two around 1."""
+    """What the j-th activation of each lane is multiplied with: powers of two around 1."""
     V = VALUES[form]
-    if not starts(form):
-        return np.ones(V + 1, np.float32)
+    if not in_words(form):
+        return np.ones(V, np.float32)
     b = 32 // V
     middle = b * (V - 2) // 2
-    exponents = [middle - b * j for j in range(V - 1)] + [middle]
-    return np.array([*(2.0**e for e in exponents), -(2.0 ** (middle + b - 1))], np.float32)
+    return np.array([*(2.0 ** (middle - b * j) for j in range(V - 1)), 2.0**middle], np.float32)
 
 
 class Layout:
@@ -66,17 +63,15 @@ class Layout:
         self.values = VALUES[self.name]
         self.block = WIDTH * self.values
         self.affine = self.name.startswith("affine")
-        self.started = starts(self.name)
-        self.prepared = self.block + WIDTH * self.started
+        self.in_words = in_words(self.name)
         self.bits = {"fp4": 4, "fp8": 8}.get(self.name) or (int(self.name[6:]) if self.affine else 0)
         self.kind = {v: k for k, v in KINDS.items()}[np.dtype(form.dtype.name).type]
         self.stored = {"float32": F32, "bfloat16": I16, "float16": HALF, "e8m0": I8, "e4m3": I8}[self.kind]
         self.stored_bytes = {F32: 4, I16: 2, HALF: 2, I8: 1}[self.stored]
-        self.centre = float(1 << (self.bits - 1)) if self.affine else 0.0
         # What sums of the values below must be multiplied with, once, at the end of a row.
         self.factor = {"fp4": 2.0**14, "fp8": 2.0**8}.get(self.name, 1.0)
         if self.affine:
-            self.factor = 1.0 / float(powers(self.name)[self.values - 1]) if self.started else float(1 << self.bits)
+            self.factor = 1.0 / float(powers(self.name)[-1]) if self.in_words else float(1 << self.bits)
 
     @property
     def lane_bytes(self):
@@ -97,7 +92,7 @@ class Layout:
     def _affine_values(self, builder, pointer, n):
         b, count = self.bits, self.values * self.bits // 32
         loaded = read(builder, pointer, ir.VectorType(I32, WIDTH * count), n and builder.mul(n, I64(count)))
-        if self.started:
+        if self.in_words:
             masks = [constant(IVEC, ((1 << b) - 1) << (b * j)) for j in range(self.values - 1)]
             codes = [builder.and_(loaded, mask) for mask in masks]
             codes.append(builder.lshr(loaded, constant(IVEC, 32 - b)))  # its sign bit must not count
@@ -114,7 +109,7 @@ class Layout:
                 code = builder.or_(code, shifted(builder, words[word + 1], 32 - start + 23 - b))
             code = builder.and_(code, constant(IVEC, ((1 << b) - 1) << (23 - b)))
             value = builder.bitcast(builder.or_(code, constant(IVEC, 0x3F800000)), FVEC)
-            values.append(builder.fsub(value, constant(FVEC, 1.5)))
+            values.append(builder.fsub(value, constant(FVEC, 1.0)))
         return values
 
     def _small_float(self, builder, codes, j):
@@ -134,11 +129,10 @@ class Layout:
 
     def codes(self, builder, values):
         """The plain codes q that affine `lane_values` stand for, exactly."""
-        if self.started:
+        if self.in_words:
             downs = [2.0 ** -(self.bits * j) for j in range(self.values - 1)] + [1.0]
             return [builder.fmul(v, constant(FVEC, down)) for v, down in zip(values, downs, strict=True)]
-        whole, half = constant(FVEC, float(1 << self.bits)), constant(FVEC, self.centre)
-        return [fused(builder, v, whole, half) for v in values]
+        return [builder.fmul(v, constant(FVEC, float(1 << self.bits))) for v in values]
 
     def scale_lanes(self, builder, scales, block, n):
         """Each lane's scale. `scales` points to the row's scales; n counts the lanes in use, None for all."""
@@ -190,13 +184,7 @@ def _emit_block(builder, layout, rows, xs, block, n, sums):
             call(builder, "llvm.prefetch.p0", ir.VoidType(), ahead, I32(0), I32(3), I32(1))
     values = [layout.lane_values(builder, start, n) for start in starts]
     inner = [[None] * len(xs) for _ in rows]
-    offset = builder.mul(block, I64(4 * layout.prepared))
-    if layout.started:
-        for m, x in enumerate(xs):
-            start = read(builder, builder.gep(x, [offset]), FVEC)
-            for r in range(len(rows)):
-                inner[r][m] = start
-        offset = builder.add(offset, I64(4 * WIDTH))
+    offset = builder.mul(block, I64(4 * layout.block))
     for j in range(layout.values):
         place = builder.add(offset, I64(4 * WIDTH * j))
         activations = [read(builder, builder.gep(x, [place]), FVEC) for x in xs]
@@ -216,16 +204,14 @@ def _emit_block(builder, layout, rows, xs, block, n, sums):
 
 
 def _emit_biases(builder, layout, rows, group_sums, first, n, sums):
-    """Add sixteen groups' (bias + c scale) sum x to the running sums."""
+    """Add sixteen groups' bias sum x to the running sums."""
     kind = ir.VectorType(layout.stored, WIDTH)
     offset = builder.mul(first, I64(layout.stored_bytes))
     xsums = [read(builder, builder.gep(g, [builder.mul(first, I64(4))]), FVEC, n) for g in group_sums]
-    for r, (_, scales, biases) in enumerate(rows):
-        scale = widened(builder, read(builder, builder.gep(scales, [offset]), kind, n))
+    for r, (_, _, biases) in enumerate(rows):
         bias = widened(builder, read(builder, builder.gep(biases, [offset]), kind, n))
-        coefficient = fused(builder, scale, constant(FVEC, layout.centre), bias)
         for m, xsum in enumerate(xsums):
-            builder.store(fused(builder, coefficient, xsum, builder.load(sums[r][m])), sums[r][m])
+            builder.store(fused(builder, bias, xsum, builder.load(sums[r][m])), sums[r][m])
 
 
 def _emit_total(builder, v):

@@ -5,7 +5,7 @@ One token and many take the same way: an expert's weights stream by once, for al
 
 import numpy as np
 
-from .products import format_of, multiply, prepare
+from .products import Activations, format_of, multiply
 from .quant import NV_RANGE, matrix_addresses
 from .rowwise import ACTIVATION, glu_kernel
 from .views import destination, finish, floats
@@ -27,12 +27,11 @@ def expert_addresses(w):
     return (w.addresses.numpy(), w) if hasattr(w, "addresses") else matrix_addresses(w)
 
 
-def project(choices, w, prepared, sums, x_rows, y, form):
+def project(choices, w, activations, x_rows, y):
     """y[pair] = w[expert of the pair] x; y is a float32 array [pairs, N]."""
     addresses, kept = expert_addresses(w)
-    N, K = w.shape[-2:]
     chosen = np.ascontiguousarray(addresses[:, choices.experts])
-    multiply(form, chosen, choices.first, x_rows, choices.pairs, prepared, sums, y.reshape(-1), N, K)
+    multiply(activations, chosen, choices.first, x_rows, choices.pairs, y.reshape(-1), w.shape[1])
     del kept
     scale = getattr(w, "global_scale", None)
     if scale is not None:
@@ -44,9 +43,8 @@ def project(choices, w, prepared, sums, x_rows, y, form):
 def expert_qmm(x, ids, w, *, out=None):
     y = destination((*ids.shape, w.shape[1]), out)
     if y.numel():
-        choices, form = Choices(ids, x.ndim == 2), format_of(w)
-        prepared, sums = prepare(form, floats(x), x.shape[-1])
-        project(choices, w, prepared, sums, choices.x_rows, y.numpy().reshape(-1, w.shape[1]), form)
+        choices, activations = Choices(ids, x.ndim == 2), Activations(format_of(w), floats(x), x.shape[-1])
+        project(choices, w, activations, choices.x_rows, y.numpy().reshape(-1, w.shape[1]))
     return finish(y, x.dtype, out)
 
 
@@ -60,11 +58,10 @@ def expert_mlp(x, ids, experts, activation="silu", *, out=None):
     for w, result in ((experts.gate, gate), (experts.up, up)):
         form = format_of(w)
         if form not in ready:
-            ready[form] = prepare(form, source, hidden)
-        project(choices, w, *ready[form], choices.x_rows, result, form)
+            ready[form] = Activations(form, source, hidden)
+        project(choices, w, ready[form], choices.x_rows, result)
     gate, up = gate.reshape(-1), up.reshape(-1)
     glu_kernel(gate.ctypes.data, up.ctypes.data, ACTIVATION[activation], gate.ctypes.data, gate.size)
-    form = format_of(experts.down)
-    prepared, sums = prepare(form, gate, inner)
-    project(choices, experts.down, prepared, sums, choices.pairs, y.numpy().reshape(-1, hidden), form)
+    between = Activations(format_of(experts.down), gate, inner)
+    project(choices, experts.down, between, choices.pairs, y.numpy().reshape(-1, hidden))
     return finish(y, x.dtype, out)

@@ -12,11 +12,12 @@ import torch
 from numba import prange
 
 from .compiled import inner, kernel
-from .dots import VALUES, dot4x1, dot4x4, powers, starts, token
-from .lanes import WIDTH
+from .dots import VALUES, dot4x1, dot4x4, powers, row_values, token
+from .lanes import WIDTH, load, total
 
 CHUNK = 32  # rows of activations that pass over a matrix together: 512 KB at K = 4096
 SMALL = 1 << 15  # weights: below this the work stays on the calling thread
+KIND = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class Format:
@@ -24,17 +25,12 @@ class Format:
 
     def __init__(self, form, kind, group):
         self.form, self.grouping = token(form, kind, group)
-        self.values, self.group = VALUES[form], group
-        self.started, self.affine = starts(form), form.startswith("affine")
-        self.powers = powers(form)
-        self.dense = form == "dense"
+        self.powers, self.values, self.group = powers(form), VALUES[form], group
+        self.affine, self.dense = form.startswith("affine"), form == "dense"
 
     def row_stride(self, K):
         """Floats that one prepared row of activations takes."""
-        return -(-K // (WIDTH * self.values)) * WIDTH * (self.values + self.started)
-
-
-KIND = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+        return -(-K // (WIDTH * self.values)) * WIDTH * self.values
 
 
 @lru_cache(maxsize=256)
@@ -54,48 +50,52 @@ def format_of(w):
 
 
 @inner
-def prepare_row(x, base, K, powers, started, group, prepared, place, sums, sums_at):
+def prepare_row(x, base, K, powers, group, prepared, place, sums, sums_at):
     """One row, permuted to the lanes of its weights' blocks, zeros after the end; then its sums over groups."""
-    values = powers.size - 1
-    for block in range((K + WIDTH * values - 1) // (WIDTH * values)):
-        first = block * WIDTH * values
-        to = place + block * WIDTH * (values + started)
+    values = powers.size
+    wide = WIDTH * values
+    for first in range(0, K - K % wide, wide):
         for lane in range(WIDTH):
-            total = np.float32(0)
             for j in range(values):
-                i = first + lane * values + j
-                v = x[base + i] if i < K else np.float32(0)
-                prepared[to + (j + started) * WIDTH + lane] = v * powers[j]
-                total += v
-            if started:
-                prepared[to + lane] = total * powers[values]
+                prepared[place + first + j * WIDTH + lane] = x[base + first + lane * values + j] * powers[j]
+    if K % wide:
+        first = K - K % wide
+        for i in range(wide):
+            v = x[base + first + i] if first + i < K else np.float32(0)
+            prepared[place + first + i % values * WIDTH + i // values] = v * powers[i % values]
     if sums.size:
         for g in range(K // group):
-            total = np.float32(0)
-            for i in range(group):
-                total += x[base + g * group + i]
-            sums[sums_at + g] = total
+            lanes = load(x, base + g * group)
+            for i in range(WIDTH, group, WIDTH):
+                lanes = lanes + load(x, base + g * group + i)
+            sums[sums_at + g] = total(lanes)
 
 
 @kernel
-def prepare_kernel(x, K, powers, started, group, prepared, stride, sums):
+def prepare_kernel(x, K, powers, group, prepared, stride, sums):
     rows, G = x.size // K, K // group
     if rows < 4:
         for row in range(rows):
-            prepare_row(x, row * K, K, powers, started, group, prepared, row * stride, sums, row * G)
+            prepare_row(x, row * K, K, powers, group, prepared, row * stride, sums, row * G)
     else:
         for index in prange(rows):
             row = np.intp(index)
-            prepare_row(x, row * K, K, powers, started, group, prepared, row * stride, sums, row * G)
+            prepare_row(x, row * K, K, powers, group, prepared, row * stride, sums, row * G)
 
 
-def prepare(form, x, K):
-    """The rows of the flat float32 array x, prepared for `form`, and their group sums."""
-    rows, stride = x.size // K, form.row_stride(K)
-    prepared = np.empty(rows * stride, np.float32)
-    sums = np.empty(rows * (K // form.group) if form.affine else 0, np.float32)
-    prepare_kernel(x, K, form.powers, int(form.started), form.group, prepared, stride, sums)
-    return prepared, sums
+class Activations:
+    """Rows of K float32, prepared for the matrices of one format."""
+
+    def __init__(self, form, x, K):
+        rows, self.stride = x.size // K, form.row_stride(K)
+        self.form, self.K, self.plain, self.sums = form, K, x, np.empty(0, np.float32)
+        if form.dense and self.stride == K:
+            self.prepared = x
+            return
+        self.prepared = np.empty(rows * self.stride, np.float32)
+        if form.affine:
+            self.sums = np.empty(rows * (K // form.group), np.float32)
+        prepare_kernel(x, K, form.powers, form.group, self.prepared, self.stride, self.sums)
 
 
 @inner
@@ -149,9 +149,34 @@ def products_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, 
                     )  # fmt: skip
 
 
-def multiply(form, addresses, first, x_rows, y_rows, prepared, sums, y, N, K):
+@kernel
+def mend_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, sums, G, values, y):
+    """Redo the rows whose sums are not finite, one exact weight at a time.
+
+    An infinite activation times a weight is an infinity; split into a code's part and a bias's part it would be NaN.
+    """
+    wide = WIDTH * values
+    for index in prange(words.size):
+        j, buffer = np.intp(index), np.empty(wide, np.float32)
+        for i in range(first[j], first[j + 1]):
+            row = x_rows[i]
+            if np.isfinite(sums[row * G : row * G + G]).all():
+                continue
+            for n in range(N):
+                dot = np.float32(0)
+                for block in range((K + wide - 1) // wide):
+                    inside = min(wide, K - block * wide)
+                    row_values(form, grouping, K, words[j], scales[j], biases[j], n, block, inside // values, buffer, 0)
+                    for k in range(inside):
+                        dot += buffer[k % values * WIDTH + k // values] * x[row * K + block * wide + k]
+                y[y_rows[i] * N + n] = dot
+
+
+def multiply(activations, addresses, first, x_rows, y_rows, y, N):
     """Run jobs. addresses: int64 [3, J] of words, scales, biases; y: flat float32, rows of N."""
-    products_kernel(
-        form.form, form.grouping, K, N, addresses[0], addresses[1], addresses[2], first, x_rows, y_rows, prepared,
-        form.row_stride(K), sums, K // form.group if form.affine else 0, y,
-    )  # fmt: skip
+    form, K, sums = activations.form, activations.K, activations.sums
+    jobs = (form.form, form.grouping, K, N, *addresses, first, x_rows, y_rows)
+    G = K // form.group if form.affine else 0
+    products_kernel(*jobs, activations.prepared, activations.stride, sums, G, y)
+    if not np.isfinite(sums).all():
+        mend_kernel(*jobs, activations.plain, sums, G, form.values, y)

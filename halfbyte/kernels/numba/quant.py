@@ -12,8 +12,8 @@ from numba import prange
 
 from .compiled import inlined, inner, kernel
 from .dots import row_values
-from .lanes import WIDTH, fma, load, splat, store
-from .products import format_of, multiply, prepare
+from .lanes import WIDTH, fma, load, splat, store, zeros
+from .products import Activations, format_of, multiply
 from .views import SERIAL, destination, finish, floats
 
 NV_RANGE = 448.0 * 6.0
@@ -38,8 +38,13 @@ def matrix_addresses(w):
     return np.array(bases)[:, None] + np.array(steps)[:, None] * np.arange(jobs), kept
 
 
+FEW = 8  # rows of weights that are unpacked first: permuting many rows of x for them would take longer
+
+
 def qmm(x, w, *, transpose=True, out=None):
     N, K = w.shape[-2:]
+    if transpose and N < FEW and hasattr(w, "bits"):
+        return qmm(x, dequantize(w), out=out)
     width = N if transpose else K
     y = destination((*x.shape[:-1], width), out)
     if y.numel() == 0:
@@ -49,9 +54,8 @@ def qmm(x, w, *, transpose=True, out=None):
     rows = y.numel() // (jobs * width)
     form, source, target = format_of(w), floats(x), y.numpy().reshape(-1)
     if transpose:
-        prepared, sums = prepare(form, source, K)
         order, first = row_lists(rows, jobs)
-        multiply(form, addresses, first, order, order, prepared, sums, target, N, K)
+        multiply(Activations(form, source, K), addresses, first, order, order, target, N)
     else:
         contract_kernel(form.form, form.grouping, form.values, N, K, *addresses, source, rows, target)
     del kept
@@ -65,24 +69,33 @@ SPAN = 256  # columns a task contracts: long enough streams, few enough sums to 
 
 @inner
 def contract_span(form, grouping, values, N, K, words, scales, biases, x, rows, jobs, job, first, count, y):
-    """Columns of `count` blocks from block `first`: y[row, job] += x[row, job, n] w[n], one weight row at a time."""
+    """Columns of `count` blocks from block `first`: y[row, job] += x[row, job, n] w[n], one weight row at a time.
+
+    Sixteen rows of weights are summed apart before they join the others: long sums stay exact that way.
+    """
     wide = WIDTH * values
-    buffer, sums = np.empty(wide * count, np.float32), np.zeros(rows * wide * count, np.float32)
+    size = wide * count
+    buffer = np.empty(size, np.float32)
+    sums, some = np.zeros(rows * size, np.float32), np.zeros(rows * size, np.float32)
     for n in range(N):
         for block in range(count):
             inside = min(wide, K - (first + block) * wide) // values
             row_values(form, grouping, K, words, scales, biases, n, first + block, inside, buffer, block * wide)
         for row in range(rows):
             factor = splat(x[(row * jobs + job) * N + n])
-            for i in range(0, wide * count, WIDTH):
-                at = row * wide * count + i
-                store(sums, at, fma(factor, load(buffer, i), load(sums, at)))
+            for i in range(0, size, WIDTH):
+                at = row * size + i
+                store(some, at, fma(factor, load(buffer, i), load(some, at)))
+        if n % 16 == 15 or n == N - 1:
+            for at in range(0, rows * size, WIDTH):
+                store(sums, at, load(sums, at) + load(some, at))
+                store(some, at, zeros())
     for row in range(rows):
-        for i in range(wide * count):
+        for i in range(size):
             block, rest = i // wide, i % wide
             column = (first + block) * wide + (rest % WIDTH) * values + rest // WIDTH
             if column < K:
-                y[(row * jobs + job) * K + column] = sums[row * wide * count + i]
+                y[(row * jobs + job) * K + column] = sums[row * size + i]
 
 
 @kernel
