@@ -139,17 +139,18 @@ def test_codes_survive_packing(bits, words, seed):
     assert torch.equal(unpack(pack(codes, bits), bits), codes)
 
 
+@pytest.mark.parametrize("N", [29, 229], ids=["small", "large"])
 @pytest.mark.parametrize(("mode", "bits", "group"), [m for m in MODES if m[2] != 128])
-def test_one_row_and_many_give_the_same_bits(mode, bits, group):
+def test_one_row_and_many_give_the_same_bits(mode, bits, group, N):
     torch.manual_seed(1)
-    w = quantize(torch.randn(3, 29, 320).to(torch.bfloat16), bits, group, mode)
+    w = quantize(torch.randn(3, N, 320).to(torch.bfloat16), bits, group, mode)
     x = torch.randn(11, 3, 320)
     whole = qmm(x, w)
     assert torch.equal(torch.stack([qmm(row, w) for row in x]), whole)
     assert torch.equal(torch.cat([qmm(part, w) for part in x.split((5, 6))]), whole)
     alone = Packed(w.words[1], w.scales[1], None if w.biases is None else w.biases[1], bits, group, mode)
     assert torch.equal(qmm(x[:, 1], alone), whole[:, 1])
-    turned = torch.randn(7, 3, 29)
+    turned = torch.randn(7, 3, N)
     rows = qmm(turned, w, transpose=False)
     assert torch.equal(torch.stack([qmm(row, w, transpose=False) for row in turned]), rows)
 
@@ -157,7 +158,7 @@ def test_one_row_and_many_give_the_same_bits(mode, bits, group):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_dense_rows_do_not_depend_on_their_batch(dtype):
     torch.manual_seed(2)
-    w, x = torch.randn(65, 333).to(dtype), torch.randn(70, 333)
+    w, x = torch.randn(265, 333).to(dtype), torch.randn(70, 333)
     whole = qmm(x, w)
     assert torch.equal(torch.stack([qmm(row, w) for row in x]), whole)
 
@@ -166,17 +167,22 @@ def test_a_row_longer_than_the_originals_allow():
     """The Metal kernels keep x in 4096 floats and write past them; ours has no such limit."""
     torch.manual_seed(3)
     for bits in AFFINE_BITS:
-        w, x = quantize(torch.randn(5, 8192), bits, 64), torch.randn(2, 8192)
+        w, x = quantize(torch.randn(9, 8192), bits, 64), torch.randn(2, 8192)
         exact = qmm(x.double(), w)
         assert (qmm(x, w) - exact).abs().max() < 1e-5 * exact.abs().max()
 
 
-def test_nan_and_infinity_stay_in_their_rows():
-    w = quantize(torch.randn(9, 128))
+@pytest.mark.parametrize("N", [9, 600], ids=["small", "large"])
+def test_nan_and_infinity_stay_in_their_rows(N):
+    w = quantize(torch.randn(N, 128))
     x = torch.randn(5, 128)
     x[1, 7], x[3, 100] = float("nan"), float("inf")
     y = qmm(x, w)
-    assert torch.isfinite(y[[0, 2, 4]]).all() and y[1].isnan().all() and not torch.isfinite(y[3]).any()
+    with using("torch"):
+        body = qmm(x, w)
+    assert torch.isfinite(y[[0, 2, 4]]).all() and y[1].isnan().all()
+    weighs = dequantize(w)[:, 100] != 0  # a weight that float32 rounds to zero makes NaN of an infinity
+    assert torch.equal(y[3, weighs], body[3, weighs])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -119,6 +119,7 @@ def network(
 
 CASES = [
     project(3, 2, 5, 19, 128, weight=affine(), name="4bit"),
+    project(7, 3, 4, 530, 128, weight=affine(), name="4bit", form="separate"),
     project(1, 10, 13, 9, 64, weight=affine(4, 32), name="4bit", form="one-buffer"),
     project(2, 3, 4, 11, 128, weight=affine(4, 32), name="4bit", form="separate", own=True),
     project(5, 2, 3, 7, 70, weight=dense(torch.bfloat16), name="bf16"),
@@ -128,6 +129,7 @@ CASES = [
     network(1, 2, 4, 64, 128, weight=affine(), name="4bit"),
     network(7, 3, 5, 96, 160, weight=affine(2, 32), name="2bit", activation="gelu_tanh"),
     network(9, 2, 3, 64, 64, weight=affine(8, 32), name="8bit", form="one-buffer"),
+    network(9, 2, 3, 256, 320, weight=affine(8, 32), name="8bit", form="one-buffer"),
     network(2, 12, 16, 64, 64, weight=affine(), name="4bit", form="separate", own=True),
     network(4, 1, 1, 33, 47, weight=dense(torch.float32), name="f32", activation="sigmoid"),
     network(3, 2, 4, 64, 96, weight=small_float("mxfp8"), name="mxfp8", strided=True),

@@ -57,13 +57,14 @@ def product(
 
 
 def every_width() -> list[Case]:
+    """The first of each is small enough for kernels that sum small matrices exactly, the others are not."""
     cases = []
     for bits in (2, 3, 4, 5, 6, 8):
-        for group, K, rows in ((32, 224, (3,)), (64, 704, (1,)), (128, 1280, (6,))):
+        for group, N, K, rows in ((32, 37, 224, (3,)), (64, 97, 704, (6,)), (128, 53, 1280, (1,))):
             kind = torch.float16 if group == 128 and bits in (3, 4) else torch.bfloat16
             kind = torch.float32 if group == 32 and bits in (4, 8) else kind
             weight = affine(bits, group, kind)
-            cases.append(product(37, K, rows=rows, weight=weight, name=f"{bits}bit-g{group}"))
+            cases.append(product(N, K, rows=rows, weight=weight, name=f"{bits}bit-g{group}"))
     return cases
 
 
@@ -99,15 +100,16 @@ def looking(V: int, K: int, *ids: int, weight: Weight, name: str, serving: bool 
 CASES = [
     *every_width(),
     product(33, 96, rows=(2,), weight=small_float("mxfp4"), name="mxfp4"),
-    product(9, 352, rows=(1,), weight=small_float("mxfp4"), name="mxfp4"),
+    product(209, 352, rows=(5,), weight=small_float("mxfp4"), name="mxfp4"),
     product(33, 80, rows=(5,), weight=small_float("nvfp4"), name="nvfp4"),
-    product(10, 400, rows=(1,), weight=small_float("nvfp4", 3.25), name="nvfp4-global"),
+    product(210, 400, rows=(1,), weight=small_float("nvfp4", 3.25), name="nvfp4-global"),
     product(33, 96, rows=(3,), weight=small_float("mxfp8"), name="mxfp8"),
+    product(303, 224, rows=(6,), weight=small_float("mxfp8"), name="mxfp8"),
     product(17, 300, rows=(3,), weight=dense(torch.bfloat16), name="bf16"),
     product(5, 1, rows=(1,), weight=dense(torch.bfloat16), name="bf16"),
-    product(8, 257, rows=(9,), weight=dense(torch.float16), name="f16"),
-    product(6, 130, rows=(2, 3), weight=dense(torch.float32), name="f32", strided=True),
-    product(3, 19, 128, rows=(5,), weight=affine(), name="4bit"),
+    product(301, 257, rows=(9,), weight=dense(torch.float16), name="f16"),
+    product(601, 130, rows=(2, 3), weight=dense(torch.float32), name="f32", strided=True),
+    product(3, 519, 128, rows=(5,), weight=affine(), name="4bit"),
     product(2, 3, 11, 64, rows=(2,), weight=affine(8, 32), name="8bit"),
     product(3, 7, 40, rows=(4,), weight=dense(torch.bfloat16), name="bf16"),
     product(3, 21, 192, rows=(2,), weight=affine(4, 32), name="4bit", transpose=False),

@@ -10,6 +10,8 @@ Where codes fill words (1, 2, 4, 8 bits), a mask leaves q 2^(b j) of the j-th we
 it float; the power of two is taken from the prepared activations. That is three instructions for sixteen weights. Codes
 of 3, 5 and 6 bits are shifted under the exponent of 1.0, which is subtracted.
 
+`dot_exact` is the other way: every weight and every sum in float64, for matrices too small to be worth more.
+
 Four rows are done together: they share the activations, and four streams far apart keep more of the memory busy. Every
 output element has the same order of operations in every variant, so one row and many rows give the same bits.
 
@@ -31,6 +33,7 @@ VALUES = {"dense": 1, "affine1": 32, "affine2": 16, "affine3": 32, "affine4": 8,
           "affine8": 4, "fp4": 4, "fp8": 2}  # fmt: skip
 KINDS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16, "e8m0": np.uint8, "e4m3": np.int8}
 HALF = ir.HalfType()
+DVEC = ir.VectorType(ir.DoubleType(), WIDTH)
 PREFETCH = 1024  # bytes ahead in each of the four streams
 
 
@@ -133,6 +136,32 @@ class Layout:
             downs = [2.0 ** -(self.bits * j) for j in range(self.values - 1)] + [1.0]
             return [builder.fmul(v, constant(FVEC, down)) for v, down in zip(values, downs, strict=True)]
         return [builder.fmul(v, constant(FVEC, float(1 << self.bits))) for v in values]
+
+    def row_pointers(self, builder, K, words, scales, biases, row):
+        """Where a row's words, scales and biases begin, from the addresses of its matrix."""
+        width = builder.mul(K, I64(8 * self.stored_bytes if self.name == "dense" else self.bits))
+        G = builder.udiv(K, I64(self.group))
+        steps = builder.udiv(width, I64(8)), builder.mul(G, I64(self.stored_bytes))
+        pairs = zip((words, scales, biases), (steps[0], steps[1], steps[1]), strict=True)
+        return [builder.inttoptr(builder.add(b, builder.mul(row, step)), I8.as_pointer()) for b, step in pairs]
+
+    def exact_weights(self, builder, places, block, n, kind):
+        """The weights of a block, V vectors of FVEC (rounded once) or DVEC (exact)."""
+
+        def wide(v):
+            return v if kind == FVEC else builder.fpext(v, kind)
+
+        words, scales, biases = places
+        start = builder.gep(words, [builder.mul(block, I64(self.row_bytes(self.block)))])
+        values = self.lane_values(builder, start, n)
+        if self.name == "dense":
+            return [wide(v) for v in values]
+        scale = wide(self.scale_lanes(builder, scales, block, n))
+        if self.affine:
+            bias = wide(self.scale_lanes(builder, biases, block, n))
+            return [fused(builder, wide(q), scale, bias) for q in self.codes(builder, values)]
+        scale = builder.fmul(scale, constant(kind, self.factor))
+        return [builder.fmul(wide(v), scale) for v in values]
 
     def scale_lanes(self, builder, scales, block, n):
         """Each lane's scale. `scales` points to the row's scales; n counts the lanes in use, None for all."""
@@ -242,21 +271,11 @@ def _make_dot(M):
             x_data = context.make_array(signature.args[7])(context, builder, args[7]).data
             g_data = context.make_array(signature.args[9])(context, builder, args[9]).data
             byte = I8.as_pointer()
-            row_bytes = (
-                builder.mul(K, I64(layout.stored_bytes))
-                if layout.name == "dense"
-                else builder.udiv(builder.mul(K, I64(layout.bits)), I64(8))
-            )
             G = builder.udiv(K, I64(layout.group))
-            scale_bytes = builder.mul(G, I64(layout.stored_bytes))
-            picked = []
-            for row in cgutils.unpack_tuple(builder, args[6], 4):
-                step = builder.mul(row, scale_bytes)
-                picked.append((
-                    builder.inttoptr(builder.add(base_words, builder.mul(row, row_bytes)), byte),
-                    builder.inttoptr(builder.add(base_scales, step), byte),
-                    builder.inttoptr(builder.add(base_biases, step), byte),
-                ))  # fmt: skip
+            picked = [
+                layout.row_pointers(builder, K, base_words, base_scales, base_biases, row)
+                for row in cgutils.unpack_tuple(builder, args[6], 4)
+            ]
             offsets = cgutils.unpack_tuple(builder, args[8], M)
             xs = [builder.bitcast(builder.gep(x_data, [o]), byte) for o in offsets]
             offsets = cgutils.unpack_tuple(builder, args[10], M)
@@ -300,37 +319,85 @@ dot4x4 = _make_dot(4)
 
 
 @intrinsic
-def row_values(typing, form, grouping, K, words, scales, biases, row, block, lanes, buffer, at):
-    """Write one block of one row, as exact weights in lane order [V, 16], to buffer[at:]; `lanes` of it lie inside."""
+def dot_exact(typing, form, grouping, K, words, scales, biases, row, x, at):
+    """One row of weights times one row of prepared activations, in float64 throughout: the weights are exact."""
     layout = Layout(form, grouping)
 
     def generate(context, builder, signature, args):
-        K, base_words, base_scales, base_biases, row, block, n = args[2:9]
-        byte = I8.as_pointer()
-        step = (
-            builder.mul(K, I64(layout.stored_bytes))
-            if layout.name == "dense"
-            else builder.udiv(builder.mul(K, I64(layout.bits)), I64(8))
-        )
-        place = builder.add(builder.mul(row, step), builder.mul(block, I64(layout.row_bytes(layout.block))))
-        values = layout.lane_values(builder, builder.inttoptr(builder.add(base_words, place), byte), n)
-        if layout.name != "dense":
-            G = builder.udiv(K, I64(layout.group))
-            offset = builder.mul(builder.mul(row, G), I64(layout.stored_bytes))
-            pointer = builder.inttoptr(builder.add(base_scales, offset), byte)
-            scale = layout.scale_lanes(builder, pointer, block, n)
-            if layout.affine:
-                pointer = builder.inttoptr(builder.add(base_biases, offset), byte)
-                bias = layout.scale_lanes(builder, pointer, block, n)
-                values = [fused(builder, q, scale, bias) for q in layout.codes(builder, values)]
-            else:
-                scale = builder.fmul(scale, constant(FVEC, layout.factor))
-                values = [builder.fmul(v, scale) for v in values]
+        K, words, scales, biases, row = args[2:7]
+        places = layout.row_pointers(builder, K, words, scales, biases, row)
+        data = context.make_array(signature.args[7])(context, builder, args[7]).data
+        x = builder.bitcast(builder.gep(data, [args[8]]), I8.as_pointer())
+        running = cgutils.alloca_once_value(builder, constant(DVEC, 0.0))
+        builder.store(constant(DVEC, 0.0), running)
+
+        def add_block(block, n):
+            weights = layout.exact_weights(builder, places, block, n, DVEC)
+            for j, (weight, power) in enumerate(zip(weights, powers(layout.name), strict=True)):
+                offset = builder.add(builder.mul(block, I64(4 * layout.block)), I64(4 * WIDTH * j))
+                activation = read(builder, builder.gep(x, [offset]), FVEC)
+                plain = builder.fmul(activation, constant(FVEC, 1.0 / float(power)))
+                builder.store(fused(builder, weight, builder.fpext(plain, DVEC), builder.load(running)), running)
+
+        blocks = builder.udiv(K, I64(layout.block))
+        with cgutils.for_range(builder, blocks) as loop:
+            add_block(loop.index, None)
+        rest = builder.urem(K, I64(layout.block))
+        with builder.if_then(builder.icmp_unsigned("!=", rest, I64(0))):
+            add_block(blocks, builder.udiv(rest, I64(layout.values)))
+        return builder.fptrunc(_emit_total(builder, builder.load(running)), F32)
+
+    intp = types.intp
+    return types.float32(form, grouping, intp, intp, intp, intp, intp, x, intp), generate
+
+
+@intrinsic
+def row_values(typing, form, grouping, K, words, scales, biases, row, block, lanes, buffer, at):
+    """Write one block of one row, as weights in lane order [V, 16], to buffer[at:]; `lanes` of it lie inside."""
+    layout = Layout(form, grouping)
+
+    def generate(context, builder, signature, args):
+        K, words, scales, biases, row, block, n = args[2:9]
+        places = layout.row_pointers(builder, K, words, scales, biases, row)
         data = context.make_array(signature.args[9])(context, builder, args[9]).data
-        for j, v in enumerate(values):
+        for j, v in enumerate(layout.exact_weights(builder, places, block, n, FVEC)):
             pointer = builder.gep(data, [builder.add(args[10], I64(WIDTH * j))])
             builder.store(v, builder.bitcast(pointer, FVEC.as_pointer()), align=4)
         return context.get_dummy_value()
 
     intp = types.intp
     return types.void(form, grouping, intp, intp, intp, intp, intp, intp, intp, buffer, intp), generate
+
+
+@intrinsic
+def permute_block(typing, lane_values, x, at, powers, prepared, to):
+    """prepared[to + 16 j + l] = x[at + l V + j] powers[j] for a whole block; V = 2^(rank of lane_values - 1).
+
+    Even and odd elements are told apart log2 V times: the lowest bit of an element's place is the lowest bit of its j.
+    """
+    V = 1 << (lane_values.ndim - 1)
+
+    def generate(context, builder, signature, args):
+        source, factors, target = (
+            context.make_array(signature.args[i])(context, builder, args[i]).data for i in (1, 3, 4)
+        )
+        byte = I8.as_pointer()
+        first = builder.bitcast(builder.gep(source, [args[2]]), byte)
+        groups = {0: [read(builder, builder.gep(first, [I64(4 * WIDTH * i)]), FVEC) for i in range(V)]}
+        step = 1
+        while step < V:
+            split = {}
+            for j, vectors in groups.items():
+                for odd in (0, 1):
+                    picks = ir.Constant(IVEC, list(range(odd, 2 * WIDTH, 2)))
+                    pairs = zip(vectors[::2], vectors[1::2], strict=True)
+                    split[j + odd * step] = [builder.shuffle_vector(a, b, picks) for a, b in pairs]
+            groups, step = split, 2 * step
+        for j, (v,) in groups.items():
+            power = splatted(builder, FVEC, builder.load(builder.gep(factors, [I64(j)])))
+            pointer = builder.gep(target, [builder.add(args[5], I64(WIDTH * j))])
+            builder.store(builder.fmul(v, power), builder.bitcast(pointer, FVEC.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    intp = types.intp
+    return types.void(lane_values, x, intp, powers, prepared, intp), generate

@@ -56,7 +56,7 @@ def call(builder, name, result, *args):
 
 
 def suffix(kind):
-    letter = {F32: "f32", I32: "i32", I16: "i16", I8: "i8", ir.HalfType(): "f16"}[kind.element]
+    letter = {F32: "f32", I32: "i32", I16: "i16", I8: "i8", ir.HalfType(): "f16", ir.DoubleType(): "f64"}[kind.element]
     return f"v{kind.count}{letter}"
 
 

@@ -1,8 +1,9 @@
 """Products of packed matrices with rows of activations: what `qmm` and the expert ops share.
 
-One kernel serves all of them. A job is a packed matrix, given by addresses (so experts may lie anywhere), and the rows
-of activations that it multiplies. Tasks are (job, four weight rows); the rows of activations are taken in chunks that
-stay in cache while the weights stream by.
+A job is a packed matrix, given by addresses (so experts may lie anywhere), and the rows of activations that it
+multiplies. Tasks are (job, four weight rows); the rows of activations are taken in chunks that stay in cache while the
+weights stream by. Matrices of at most EXACT weights, whose products cost little more than the call, take another way:
+exact weights, summed in float64.
 """
 
 from functools import lru_cache
@@ -12,11 +13,12 @@ import torch
 from numba import prange
 
 from .compiled import inner, kernel
-from .dots import VALUES, dot4x1, dot4x4, powers, row_values, token
+from .dots import VALUES, dot4x1, dot4x4, dot_exact, permute_block, powers, token
 from .lanes import WIDTH, load, total
 
 CHUNK = 32  # rows of activations that pass over a matrix together: 512 KB at K = 4096
-SMALL = 1 << 15  # weights: below this the work stays on the calling thread
+SMALL = 1 << 15  # multiplications: below this the work stays on the calling thread
+EXACT = 1 << 16
 KIND = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -27,6 +29,7 @@ class Format:
         self.form, self.grouping = token(form, kind, group)
         self.powers, self.values, self.group = powers(form), VALUES[form], group
         self.affine, self.dense = form.startswith("affine"), form == "dense"
+        self.lane_values = np.empty((0,) * self.values.bit_length(), np.uint8)  # V as a type, for `permute_block`
 
     def row_stride(self, K):
         """Floats that one prepared row of activations takes."""
@@ -50,19 +53,17 @@ def format_of(w):
 
 
 @inner
-def prepare_row(x, base, K, powers, group, prepared, place, sums, sums_at):
+def prepare_row(x, base, K, lane_values, powers, group, prepared, place, sums, sums_at):
     """One row, permuted to the lanes of its weights' blocks, zeros after the end; then its sums over groups."""
     values = powers.size
     wide = WIDTH * values
-    for first in range(0, K - K % wide, wide):
-        for lane in range(WIDTH):
-            for j in range(values):
-                prepared[place + first + j * WIDTH + lane] = x[base + first + lane * values + j] * powers[j]
-    if K % wide:
-        first = K - K % wide
+    whole = K - K % wide
+    for first in range(0, whole, wide):
+        permute_block(lane_values, x, base + first, powers, prepared, place + first)
+    if whole < K:
         for i in range(wide):
-            v = x[base + first + i] if first + i < K else np.float32(0)
-            prepared[place + first + i % values * WIDTH + i // values] = v * powers[i % values]
+            v = x[base + whole + i] if whole + i < K else np.float32(0)
+            prepared[place + whole + i % values * WIDTH + i // values] = v * powers[i % values]
     if sums.size:
         for g in range(K // group):
             lanes = load(x, base + g * group)
@@ -72,15 +73,15 @@ def prepare_row(x, base, K, powers, group, prepared, place, sums, sums_at):
 
 
 @kernel
-def prepare_kernel(x, K, powers, group, prepared, stride, sums):
+def prepare_kernel(x, K, lane_values, powers, group, prepared, stride, sums):
     rows, G = x.size // K, K // group
-    if rows < 4:
+    if x.size < SMALL:
         for row in range(rows):
-            prepare_row(x, row * K, K, powers, group, prepared, row * stride, sums, row * G)
+            prepare_row(x, row * K, K, lane_values, powers, group, prepared, row * stride, sums, row * G)
     else:
         for index in prange(rows):
             row = np.intp(index)
-            prepare_row(x, row * K, K, powers, group, prepared, row * stride, sums, row * G)
+            prepare_row(x, row * K, K, lane_values, powers, group, prepared, row * stride, sums, row * G)
 
 
 class Activations:
@@ -95,7 +96,7 @@ class Activations:
         self.prepared = np.empty(rows * self.stride, np.float32)
         if form.affine:
             self.sums = np.empty(rows * (K // form.group), np.float32)
-        prepare_kernel(x, K, form.powers, form.group, self.prepared, self.stride, self.sums)
+        prepare_kernel(x, K, form.lane_values, form.powers, form.group, self.prepared, self.stride, self.sums)
 
 
 @inner
@@ -150,33 +151,34 @@ def products_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, 
 
 
 @kernel
-def mend_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, sums, G, values, y):
-    """Redo the rows whose sums are not finite, one exact weight at a time.
-
-    An infinite activation times a weight is an infinity; split into a code's part and a bias's part it would be NaN.
-    """
-    wide = WIDTH * values
-    for index in prange(words.size):
-        j, buffer = np.intp(index), np.empty(wide, np.float32)
-        for i in range(first[j], first[j + 1]):
-            row = x_rows[i]
-            if np.isfinite(sums[row * G : row * G + G]).all():
-                continue
-            for n in range(N):
-                dot = np.float32(0)
-                for block in range((K + wide - 1) // wide):
-                    inside = min(wide, K - block * wide)
-                    row_values(form, grouping, K, words[j], scales[j], biases[j], n, block, inside // values, buffer, 0)
-                    for k in range(inside):
-                        dot += buffer[k % values * WIDTH + k // values] * x[row * K + block * wide + k]
-                y[y_rows[i] * N + n] = dot
+def exact_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y):
+    """As products_kernel, with the weights and sums of `dot_exact`."""
+    tasks = words.size * N
+    if N * K * y_rows.size < SMALL:
+        for task in range(tasks):
+            j, n = task // N, task % N
+            for i in range(first[j], first[j + 1]):
+                at = x_rows[i] * stride
+                y[y_rows[i] * N + n] = dot_exact(form, grouping, K, words[j], scales[j], biases[j], n, x, at)
+    else:
+        for index in prange(tasks):
+            j, n = np.intp(index) // N, np.intp(index) % N
+            for i in range(first[j], first[j + 1]):
+                at = x_rows[i] * stride
+                y[y_rows[i] * N + n] = dot_exact(form, grouping, K, words[j], scales[j], biases[j], n, x, at)
 
 
 def multiply(activations, addresses, first, x_rows, y_rows, y, N):
     """Run jobs. addresses: int64 [3, J] of words, scales, biases; y: flat float32, rows of N."""
     form, K, sums = activations.form, activations.K, activations.sums
-    jobs = (form.form, form.grouping, K, N, *addresses, first, x_rows, y_rows)
-    G = K // form.group if form.affine else 0
-    products_kernel(*jobs, activations.prepared, activations.stride, sums, G, y)
+    jobs = (form.form, form.grouping, K, N, *addresses)
+    x, stride = activations.prepared, activations.stride
+    if N * K <= EXACT:
+        exact_kernel(*jobs, first, x_rows, y_rows, x, stride, y)
+        return
+    products_kernel(*jobs, first, x_rows, y_rows, x, stride, sums, K // form.group if form.affine else 0, y)
     if not np.isfinite(sums).all():
-        mend_kernel(*jobs, activations.plain, sums, G, form.values, y)
+        # An infinite activation times a weight is an infinity; in two parts, a code's and a bias's, it would be NaN.
+        odd = ~np.isfinite(sums.reshape(-1, K // form.group)).all(1)[x_rows]
+        starts = np.concatenate(([0], np.cumsum(odd)))[first]
+        exact_kernel(*jobs, starts, x_rows[odd], y_rows[odd], x, stride, y)

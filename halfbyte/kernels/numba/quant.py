@@ -38,13 +38,8 @@ def matrix_addresses(w):
     return np.array(bases)[:, None] + np.array(steps)[:, None] * np.arange(jobs), kept
 
 
-FEW = 8  # rows of weights that are unpacked first: permuting many rows of x for them would take longer
-
-
 def qmm(x, w, *, transpose=True, out=None):
     N, K = w.shape[-2:]
-    if transpose and N < FEW and hasattr(w, "bits"):
-        return qmm(x, dequantize(w), out=out)
     width = N if transpose else K
     y = destination((*x.shape[:-1], width), out)
     if y.numel() == 0:
