@@ -1,5 +1,7 @@
 """Experts: the three ways their weights may lie give the same bits, and nothing depends on who else is in the batch."""
 
+import copy
+
 import pytest
 import torch
 
@@ -55,6 +57,12 @@ def test_no_weight_is_copied():
     w = Scattered.at_bytes(blobs, [3, 3000, 4001], (8, 64), 4, 64)
     for index, blob in enumerate(blobs):
         assert [int(a) - blob.data_ptr() for a in w.addresses[:, index]] == [3, 3000, 4001]
+
+
+def test_a_copy_has_addresses_of_its_own():
+    w = experts(form="separate").gate
+    assert (copy.deepcopy(w).addresses != w.addresses).all()
+    assert (copy.deepcopy(w).addresses != w.addresses).all()  # also once the first has been asked for its own
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,12 @@ def gather(
 
 
 def bucket(M: int, T: int, D: int, *, serving: bool = False) -> Case:
+    """Serving accumulates in place."""
+
     def build(random: Random, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         residual, tokens = random.normal(T, D, dtype=dtype), random.integers(0, max(T, 1), M)
-        return (random.normal(M, D, dtype=dtype), random.normal(M)), {"residual": residual, "tokens": tokens}
+        options = {"residual": residual, "tokens": tokens} | ({"out": residual} if serving else {})
+        return (random.normal(M, D, dtype=dtype), random.normal(M)), options
 
     return Case(combine, f"bucket-{M}x{D}-to-{T}", build, serving)
 

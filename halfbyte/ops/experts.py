@@ -106,6 +106,10 @@ class Scattered:
         biases = [t.data_ptr() for t in self.biases] or [0] * len(self.words)
         return torch.tensor([[t.data_ptr() for t in self.words], [t.data_ptr() for t in self.scales], biases])
 
+    def __getstate__(self) -> dict[str, object]:
+        """What a copy starts from: its buffers lie elsewhere, so it must not inherit their addresses."""
+        return {name: value for name, value in self.__dict__.items() if name != "addresses"}
+
     def expert(self, index: int) -> Packed:
         """One expert as a Packed: a copy, since bytes may lie at any alignment."""
         shape = (self.N, self.K // self.group)

@@ -9,11 +9,12 @@ are copied with zeros added.
 
 import numpy as np
 import torch
-from numba import get_num_threads, njit, prange, set_num_threads
+from numba import get_num_threads, prange, set_num_threads
 
 from . import lanes
 from .cache import indices, strided
-from .tiles import MINUS_INF, TILE, attend_tile, finish_query, inlined, inner, merge_tile
+from .compiled import alone, inlined, inner, kernel, unfolded
+from .tiles import MINUS_INF, TILE, attend_tile, finish_query, merge_tile
 from .views import SERIAL, destination, finish, floats
 
 BLOCK = 64  # queries that share each load of a tile: a block's queries, scores and sums stay in a core's L2
@@ -108,7 +109,7 @@ def attend_block(
                 merge_tile(running, row_of(first + query, b, g, L, H, G), peaks, sums, o, query, Dv)
 
 
-@njit(inline="always", error_model="numpy")
+@unfolded
 def run_task(q, q_pe, k, e, v, strides, slots, lengths, sizes, options, tiles, starts, parts, running, turn, count):
     """Task `turn`: a (block, tile) pair where there are parts, else a block with all its tiles."""
     if parts[0].size:
@@ -139,7 +140,7 @@ def merge_query(sizes, starts, count, parts, running, query):
         finish_query(running, row, Dv)
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@kernel
 def attention_kernel(
     q, q_pe, k, e, v, strides, slots, lengths, sizes, options, tiles, starts, count, part_peaks, part_sums, part_o,
     peaks, sums, y,
@@ -168,7 +169,7 @@ def attention_kernel(
         )
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@kernel
 def merge_kernel(sizes, starts, count, part_peaks, part_sums, part_o, peaks, sums, y):
     """The results of all queries from their parts, or from what is merged already; lse in place of `peaks`."""
     parts, running = (part_peaks, part_sums, part_o), (peaks, sums, y)
@@ -176,7 +177,7 @@ def merge_kernel(sizes, starts, count, part_peaks, part_sums, part_o, peaks, sum
         merge_query(sizes, starts, count, parts, running, np.int64(query))
 
 
-@njit(cache=True, error_model="numpy")
+@alone
 def plan(blocks, L, H, G, lengths, causal, window, S):
     """Each block's tiles, first and end; where its first (block, tile) pair stands among all; the positions of all."""
     tiles, starts, positions = np.empty((blocks, 2), np.int64), np.zeros(blocks + 1, np.int64), 0
@@ -257,7 +258,7 @@ def merge_states_row(o1, lse1, o2, lse2, o, lse, row, D):
     lse[row] = shift + np.log(total)
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@kernel
 def merge_states_kernel(o1, lse1, o2, lse2, o, lse, D):
     if o.size < SERIAL:
         for row in range(lse.size):

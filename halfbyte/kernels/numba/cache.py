@@ -1,9 +1,13 @@
 """Rows into caches, and the view of a cache that kernels read: as it is stored and as it lies in memory."""
 
+import numpy as np
 import torch
+from numba import prange
+
+from .compiled import inner, kernel
+from .views import SERIAL, raw
 
 STORED = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-FEW = 4  # requests up to which a copy each is faster than one scattered write
 
 
 def strided(t):
@@ -24,25 +28,38 @@ def indices(given, default):
     return default if given is None else given.to(torch.int64).contiguous().numpy()
 
 
+@inner
+def copy_row(cache, steps, S, new, slots, ends, L, D, task):
+    """Row task % L of request task // L, to its place in the cache; a ring keeps only the last S of a request."""
+    b, i = task // L, task % L
+    if i >= L - S:
+        to = slots[b] * steps[0] + (ends[b] - L + i) % S * steps[1]
+        for d in range(D):
+            cache[to + d] = new[task * D + d]
+
+
+@kernel
+def append_kernel(cache, steps, S, new, slots, ends, L, D):
+    rows = slots.size * L
+    if rows * D < SERIAL:
+        for task in range(rows):
+            copy_row(cache, steps, S, new, slots, ends, L, D, task)
+    else:
+        for task in prange(rows):
+            copy_row(cache, steps, S, new, slots, ends, L, D, np.intp(task))
+
+
 def append(cache, new, *, slots=None, lengths=None, ring=False):
-    """torch's own copies: a row is copied and rounded at the speed of memory, and no strides are in the way."""
     B, L, S = new.shape[0], new.shape[1], cache.shape[1]
     if new.numel() == 0:
         return cache
-    new = new[:, -S:]
-    kept = new.shape[1]
-    if B > FEW:
-        ends = torch.full((B,), L) if lengths is None else lengths.long()
-        rows = (ends[:, None] - kept + torch.arange(kept)) % S
-        named = torch.arange(B) if slots is None else slots.long()
-        cache[named[:, None], rows] = new.to(cache.dtype)
-        return cache
-    ends = [L] * B if lengths is None else lengths.tolist()
-    named = range(B) if slots is None else slots.tolist()
-    for slot, end, rows in zip(named, ends, new, strict=True):
-        start = (end - kept) % S
-        whole = min(kept, S - start)
-        cache[slot, start : start + whole].copy_(rows[:whole])
-        if whole < kept:
-            cache[slot, : kept - whole].copy_(rows[whole:])
+    slots, ends = indices(slots, np.arange(B)), indices(lengths, np.full(B, L))
+    rows = raw(new.to(cache.dtype))
+    if cache[0, 0].is_contiguous():
+        flat, steps = strided(cache)
+        append_kernel(flat, steps[:2], S, rows, slots, ends, L, new[0, 0].numel())
+    else:  # a row with gaps: filled in a copy, which is then copied back
+        whole = cache.contiguous()
+        append(whole, new, slots=torch.from_numpy(slots), lengths=torch.from_numpy(ends), ring=ring)
+        cache.copy_(whole)
     return cache

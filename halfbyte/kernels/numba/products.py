@@ -17,6 +17,7 @@ from .dots import VALUES, dot4x1, dot4x4, dot_exact, permute_block, powers, toke
 from .lanes import WIDTH, load, total
 
 CHUNK = 32  # rows of activations that pass over a matrix together: 512 KB at K = 4096
+RUNS = 64  # parts of a call that threads share out: long streams, and still even shares
 SMALL = 1 << 15  # multiplications: below this the work stays on the calling thread
 EXACT = 1 << 16
 KIND = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -54,7 +55,10 @@ def format_of(w):
 
 @inner
 def prepare_row(x, base, K, lane_values, powers, group, prepared, place, sums, sums_at):
-    """One row, permuted to the lanes of its weights' blocks, zeros after the end; then its sums over groups."""
+    """One row, permuted to the lanes of its weights' blocks, zeros after the end; then its sums over groups.
+
+    Returns whether a sum is not finite.
+    """
     values = powers.size
     wide = WIDTH * values
     whole = K - K % wide
@@ -64,90 +68,89 @@ def prepare_row(x, base, K, lane_values, powers, group, prepared, place, sums, s
         for i in range(wide):
             v = x[base + whole + i] if whole + i < K else np.float32(0)
             prepared[place + whole + i % values * WIDTH + i // values] = v * powers[i % values]
+    check = np.float32(0)
     if sums.size:
         for g in range(K // group):
             lanes = load(x, base + g * group)
             for i in range(WIDTH, group, WIDTH):
                 lanes = lanes + load(x, base + g * group + i)
             sums[sums_at + g] = total(lanes)
+            check += sums[sums_at + g] * np.float32(0)
+    return 0 if check == 0 else 1
 
 
 @kernel
 def prepare_kernel(x, K, lane_values, powers, group, prepared, stride, sums):
-    rows, G = x.size // K, K // group
+    """Prepare every row; returns how many have sums that are not finite."""
+    rows, G, odd = x.size // K, K // group, 0
     if x.size < SMALL:
         for row in range(rows):
-            prepare_row(x, row * K, K, lane_values, powers, group, prepared, row * stride, sums, row * G)
+            odd += prepare_row(x, row * K, K, lane_values, powers, group, prepared, row * stride, sums, row * G)
     else:
         for index in prange(rows):
             row = np.intp(index)
-            prepare_row(x, row * K, K, lane_values, powers, group, prepared, row * stride, sums, row * G)
+            odd += prepare_row(x, row * K, K, lane_values, powers, group, prepared, row * stride, sums, row * G)
+    return odd
 
 
 class Activations:
-    """Rows of K float32, prepared for the matrices of one format."""
+    """Rows of K float32, prepared for matrices of one format."""
 
     def __init__(self, form, x, K):
         rows, self.stride = x.size // K, form.row_stride(K)
-        self.form, self.K, self.plain, self.sums = form, K, x, np.empty(0, np.float32)
+        self.form, self.K, self.odd, self.sums = form, K, 0, np.empty(0, np.float32)
         if form.dense and self.stride == K:
             self.prepared = x
             return
         self.prepared = np.empty(rows * self.stride, np.float32)
         if form.affine:
             self.sums = np.empty(rows * (K // form.group), np.float32)
-        prepare_kernel(x, K, form.lane_values, form.powers, form.group, self.prepared, self.stride, self.sums)
+        self.odd = prepare_kernel(
+            x, K, form.lane_values, form.powers, form.group, self.prepared, self.stride, self.sums
+        )
 
 
 @inner
-def product_tile(
-    form, grouping, K, N, words, scales, biases, tile, tiles, x_rows, y_rows, low, high, x, stride, sums, G, y
+def product_tiles(
+    form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, start, chunk, x, stride, sums, G, y, low, high
 ):
-    """Four weight rows, a quarter of the matrix apart, times the activation rows listed in [low, high)."""
-    last = N - 1
-    rows = (tile, min(tile + tiles, last), min(tile + 2 * tiles, last), min(tile + 3 * tiles, last))
-    i = low
-    while i + 4 <= high:
-        a, b, c, d = x_rows[i], x_rows[i + 1], x_rows[i + 2], x_rows[i + 3]
-        x_at, sums_at = (a * stride, b * stride, c * stride, d * stride), (a * G, b * G, c * G, d * G)
-        dots = dot4x4(form, grouping, K, words, scales, biases, rows, x, x_at, sums, sums_at)
-        for r in range(4):
-            for m in range(4):
-                y[y_rows[i + m] * N + rows[r]] = dots[4 * r + m]
-        i += 4
-    while i < high:
-        row = x_rows[i]
-        few = dot4x1(form, grouping, K, words, scales, biases, rows, x, (row * stride,), sums, (row * G,))
-        for r in range(4):
-            y[y_rows[i] * N + rows[r]] = few[r]
-        i += 1
+    """Tasks low .. high: task t is four weight rows of job t // tiles, a quarter of its matrix apart, times the rows
+    of activations that the job lists from `start` on, `chunk` at most."""
+    tiles, last = (N + 3) // 4, N - 1
+    for task in range(low, high):
+        j, tile = task // tiles, task % tiles
+        rows = (tile, min(tile + tiles, last), min(tile + 2 * tiles, last), min(tile + 3 * tiles, last))
+        i, end = first[j] + start, min(first[j + 1], first[j] + start + chunk)
+        while i + 4 <= end:
+            a, b, c, d = x_rows[i], x_rows[i + 1], x_rows[i + 2], x_rows[i + 3]
+            x_at, sums_at = (a * stride, b * stride, c * stride, d * stride), (a * G, b * G, c * G, d * G)
+            dots = dot4x4(form, grouping, K, words[j], scales[j], biases[j], rows, x, x_at, sums, sums_at)
+            for r in range(4):
+                for m in range(4):
+                    y[y_rows[i + m] * N + rows[r]] = dots[4 * r + m]
+            i += 4
+        while i < end:
+            x_at, sums_at = (x_rows[i] * stride,), (x_rows[i] * G,)
+            few = dot4x1(form, grouping, K, words[j], scales[j], biases[j], rows, x, x_at, sums, sums_at)
+            for r in range(4):
+                y[y_rows[i] * N + rows[r]] = few[r]
+            i += 1
 
 
 @kernel
 def products_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, sums, G, y):
     """Jobs j: matrix at words[j], ... times the rows listed in [first[j], first[j + 1])."""
-    jobs, tiles = words.size, (N + 3) // 4
-    most = 0
-    for j in range(jobs):
+    tasks, most = words.size * ((N + 3) // 4), 0
+    for j in range(words.size):
         most = max(most, first[j + 1] - first[j])
-    if jobs * N * K < SMALL:
-        for task in range(jobs * tiles):
-            j, tile = task // tiles, task % tiles
-            product_tile(
-                form, grouping, K, N, words[j], scales[j], biases[j], tile, tiles, x_rows, y_rows, first[j],
-                first[j + 1], x, stride, sums, G, y,
+    runs = min(tasks, RUNS)
+    for start in range(0, most, CHUNK):
+        for index in prange(runs):
+            run = np.intp(index)
+            product_tiles(
+                form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, start, CHUNK, x, stride, sums, G, y,
+                tasks * run // runs, tasks * (run + 1) // runs,
             )  # fmt: skip
-    else:
-        for start in range(0, most, CHUNK):
-            for task in prange(jobs * tiles):
-                j, tile = np.intp(task) // tiles, np.intp(task) % tiles
-                low = first[j] + start
-                high = min(first[j + 1], low + CHUNK)
-                if low < high:
-                    product_tile(
-                        form, grouping, K, N, words[j], scales[j], biases[j], tile, tiles, x_rows, y_rows, low, high,
-                        x, stride, sums, G, y,
-                    )  # fmt: skip
 
 
 @kernel
@@ -177,7 +180,7 @@ def multiply(activations, addresses, first, x_rows, y_rows, y, N):
         exact_kernel(*jobs, first, x_rows, y_rows, x, stride, y)
         return
     products_kernel(*jobs, first, x_rows, y_rows, x, stride, sums, K // form.group if form.affine else 0, y)
-    if not np.isfinite(sums).all():
+    if activations.odd:
         # An infinite activation times a weight is an infinity; in two parts, a code's and a bias's, it would be NaN.
         odd = ~np.isfinite(sums.reshape(-1, K // form.group)).all(1)[x_rows]
         starts = np.concatenate(([0], np.cumsum(odd)))[first]

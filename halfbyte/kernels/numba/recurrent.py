@@ -7,18 +7,15 @@ so a token's bits do not depend on how many tokens a call has.
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 
 from . import lanes
 from .cache import indices, strided
+from .compiled import inlined, inner, kernel
 from .views import SERIAL, destination, finish, floats
 
 CHUNK = 32
 PIECE = 256  # channels of a task of the convolution
-
-# As in tiles.py: helpers without wrappers for Python.
-inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
 @inlined
@@ -61,7 +58,7 @@ def conv_piece(x, weight, state, slots, silent, y, task, L, C, W):
         conv_channels(x, weight, state, slots[b], silent, y, b, c, min(16, C - c), L, C, W, taps, before)
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@kernel
 def causal_conv_kernel(x, weight, state, slots, silent, y, L, C, W):
     tasks = slots.size * ((C + PIECE - 1) // PIECE)
     if x.size < SERIAL:
@@ -115,7 +112,7 @@ def gates_row(a, b, a_log, dt_bias, g, beta, row, Hv):
         lanes.store_n(beta, i, one / (one + lanes.exp(lanes.zeros() - y)), n)
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@kernel
 def delta_gates_kernel(a, b, a_log, dt_bias, g, beta, Hv):
     if a.size < SERIAL:
         for row in range(a.size // Hv):
@@ -188,7 +185,7 @@ def delta_rows(q, k, v, g, beta, state, slot, o, b, h, row, L, Hk, Hv, Dk, Dv):
         lanes.store(o, gate * Dv + row, lanes.totals(low + high))
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@kernel
 def gated_delta_kernel(q, k, v, g, beta, state, slots, o, L, Hk, Hv, Dk, Dv):
     blocks = Dv // 16
     for task in prange(slots.size * Hv * blocks):
@@ -265,7 +262,7 @@ def chunked_head(q, k, v, g, beta, state, slot, o, b, h, L, Hk, Hv, Dk, Dv):
             chunk_rows(q, k, v, g, beta, state, at, o, first, n, row, kh, h, Hk, Hv, Dk, Dv, decay, solve, mix, U)
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@kernel
 def chunked_delta_kernel(q, k, v, g, beta, state, slots, o, L, Hk, Hv, Dk, Dv):
     for task in prange(slots.size * Hv):
         b, h = np.int64(task) // Hv, np.int64(task) % Hv

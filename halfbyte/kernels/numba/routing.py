@@ -6,16 +6,17 @@ own, and a long row costs one comparison for each expert that does not enter.
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 
 from . import lanes
+from .compiled import inlined, inner, kernel
 from .views import SERIAL, destination, finish, floats, raw
 
 EMPTY_SLOT = np.float32(-1e30)
 NOT_A_NUMBER = np.int64(0x7FFFFFFF)  # above the bits of every number
 
 
-@njit(forceinline=True)
+@inlined
 def place(value, index):
     """A key that is larger for what comes first: NaN, then larger values, then lower indices; -0 equals 0."""
     bits = np.int64(np.float32(value).view(np.int32))
@@ -25,12 +26,12 @@ def place(value, index):
     return (ordered << 32) - index
 
 
-@njit(forceinline=True)
+@inlined
 def index_of(key):
     return -key & 0xFFFFFFFF
 
 
-@njit
+@inner
 def sink(heap, size, spot, key):
     """Put the key into the heap (smallest first) at `spot` or below."""
     while 2 * spot + 1 < size:
@@ -44,7 +45,7 @@ def sink(heap, size, spot, key):
     heap[spot] = key
 
 
-@njit
+@inner
 def largest_first(values, n, k, heap):
     """The keys of the k first of values[:n], in order, in heap[:k]."""
     for i in range(k):
@@ -65,7 +66,7 @@ def largest_first(values, n, k, heap):
         heap[size] = smallest
 
 
-@njit
+@inner
 def softmax_row(x, base, E, score):
     minus_inf = np.float32(-np.inf)
     top = lanes.splat(minus_inf)
@@ -85,7 +86,7 @@ def softmax_row(x, base, E, score):
         lanes.store_n(score, i, lanes.load_n(score, i, n) / inverse, n)
 
 
-@njit
+@inner
 def sigmoid_row(x, base, E, score):
     one = lanes.splat(np.float32(1))
     for i in range(0, E, 16):
@@ -94,7 +95,7 @@ def sigmoid_row(x, base, E, score):
         lanes.store_n(score, i, one / (one + lanes.exp(v)), n)
 
 
-@njit
+@inner
 def drop_groups(choice, score, bias, E, groups, keep, heap):
     """Set the choices outside the `keep` best groups to -inf; a NaN makes its group's value NaN, which is the best."""
     size = E // groups
@@ -117,7 +118,7 @@ def drop_groups(choice, score, bias, E, groups, keep, heap):
             choice[i] = np.float32(-np.inf)
 
 
-@njit
+@inner
 def fill_slots(score, E, k, ids, weights, at):
     for slot in range(k):
         ids[at + slot], weights[at + slot] = 0, EMPTY_SLOT
@@ -131,7 +132,7 @@ def fill_slots(score, E, k, ids, weights, at):
                     smallest = slot
 
 
-@njit
+@inner
 def route_row(
     x, k, E, sigmoid, bias, groups, keep, renormalise, expert_scale, scaling, slots, ids, weights, row
 ):  # fmt: skip
@@ -169,7 +170,7 @@ def route_row(
         weights[slot] = weight * scaling
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def route_kernel(
     x, k, E, sigmoid, bias, groups, keep, renormalise, expert_scale, scaling, slots, ids, weights
 ):  # fmt: skip
@@ -207,7 +208,7 @@ COLUMNS = 512  # columns a task
 FEW = 4 * SERIAL  # one fused multiply-add an element: below this a second thread gains less than waking it costs
 
 
-@njit(forceinline=True)
+@inlined
 def combine_piece(y, weights, residual, shared, gate, result, row, A, D, i, n):
     """n columns from i of one token: the experts in order, then the residual, then the shared expert."""
     total = lanes.zeros()
@@ -221,7 +222,7 @@ def combine_piece(y, weights, residual, shared, gate, result, row, A, D, i, n):
     lanes.store_n(result, row * D + i, total, n)
 
 
-@njit
+@inner
 def combine_columns(y, weights, residual, shared, shared_gate, result, row, A, D, start, stop):
     gate = np.float32(1)
     if shared_gate.size:
@@ -233,7 +234,7 @@ def combine_columns(y, weights, residual, shared, shared_gate, result, row, A, D
         combine_piece(y, weights, residual, shared, gate, result, row, A, D, whole, stop - whole)
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def combine_kernel(y, weights, residual, shared, shared_gate, result, A, D):
     rows, runs = result.size // D, (D + COLUMNS - 1) // COLUMNS
     if y.size < FEW:
@@ -246,7 +247,7 @@ def combine_kernel(y, weights, residual, shared, shared_gate, result, A, D):
             combine_columns(y, weights, residual, shared, shared_gate, result, row, A, D, start, stop)
 
 
-@njit
+@inner
 def add_columns(y, weights, tokens, result, D, start, stop):
     """All rows' share of some columns: rows in order, so a token that occurs again adds up in order."""
     for m in range(tokens.size):
@@ -257,7 +258,7 @@ def add_columns(y, weights, tokens, result, D, start, stop):
             lanes.store_n(result, target + i, lanes.fma(weight, v, lanes.load_n(result, target + i, n)), n)
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def bucket_kernel(y, weights, tokens, result, D):
     if y.size < FEW:
         add_columns(y, weights, tokens, result, D, 0, D)

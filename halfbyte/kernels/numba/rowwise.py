@@ -241,22 +241,27 @@ def softcap(x, cap, *, out=None):
 
 @inner
 def rope_token(x, position, inv_freq, rotary, interleaved, scale, y, token, H, D):
-    """All heads of one token: the angle's cos and sin once, in float64, then the rotations."""
+    """All heads of one token: cos and sin once, of the angle in float64, then the rotations."""
     half = rotary // 2
+    cos, sin = np.empty(half, np.float32), np.empty(half, np.float32)
     for i in range(half):
         angle = np.float64(position) * inv_freq[i]
-        cos, sin = np.float32(np.cos(angle)) * scale, np.float32(np.sin(angle)) * scale
-        first = 2 * i if interleaved else i
-        second = first + 1 if interleaved else i + half
-        for head in range(H):
-            base = (token * H + head) * D
-            a, b = x[base + first], x[base + second]
-            y[base + first] = a * cos - b * sin
-            y[base + second] = a * sin + b * cos
-    for head in range(H):
-        base = (token * H + head) * D
-        for i in range(rotary, D):
-            y[base + i] = x[base + i]
+        cos[i], sin[i] = np.float32(np.cos(angle)) * scale, np.float32(np.sin(angle)) * scale
+    for base in range(token * H * D, (token + 1) * H * D, D):
+        if interleaved:
+            for i in range(half):
+                a, b = x[base + 2 * i], x[base + 2 * i + 1]
+                y[base + 2 * i], y[base + 2 * i + 1] = a * cos[i] - b * sin[i], a * sin[i] + b * cos[i]
+        else:
+            for i in range(0, half, 16):
+                n = min(16, half - i)
+                a, b = lanes.load_n(x, base + i, n), lanes.load_n(x, base + half + i, n)
+                c, s = lanes.load_n(cos, i, n), lanes.load_n(sin, i, n)
+                lanes.store_n(y, base + i, a * c - b * s, n)
+                lanes.store_n(y, base + half + i, a * s + b * c, n)
+        for i in range(rotary, D, 16):
+            n = min(16, D - i)
+            lanes.store_n(y, base + i, lanes.load_n(x, base + i, n), n)
 
 
 @kernel

@@ -7,10 +7,11 @@ possible noise, are never drawn. Maxima do not depend on how a row was shared be
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from numba.extending import intrinsic
 
 from . import lanes
+from .compiled import alone, inlined, inner, kernel
 from .views import NOTHING, SERIAL, finish, floats, raw
 
 BLOCK = 64  # tokens; sixteen Philox counters
@@ -51,7 +52,7 @@ def log(typing, x):
     return lanes.f32x16(lanes.f32x16), generate
 
 
-@njit(forceinline=True)
+@inlined
 def philox(a, b, c, d, low, high):
     """Philox4x32-10 on words held in uint64."""
     for _ in range(10):
@@ -61,7 +62,7 @@ def philox(a, b, c, d, low, high):
     return a, b, c, d
 
 
-@njit
+@inner
 def uniforms(seed, position, block, uniform):
     """The 64 uniforms of a block's tokens. The loop has no branches: LLVM runs its iterations side by side."""
     low, high = np.uint64(seed) & WORD, np.uint64(seed) >> np.uint64(32)
@@ -75,7 +76,7 @@ def uniforms(seed, position, block, uniform):
         uniform[4 * i + 3] = (np.float32(np.int32(d >> np.uint64(9))) + half) * unit
 
 
-@njit(forceinline=True)
+@inlined
 def scaled(x, at, n, temperature):
     """n lanes of x / temperature, -inf for NaN and after them."""
     v = lanes.load(x, at) if n == 16 else lanes.load_n(x, at, n)
@@ -84,7 +85,7 @@ def scaled(x, at, n, temperature):
     return lanes.keep(lanes.larger(lanes.splat(MINUS_INF), v), n, MINUS_INF)
 
 
-@njit(forceinline=True)
+@inlined
 def divisor(temperature, row):
     """What a row's logits are divided by; greedy rows are not."""
     if not temperature.size or temperature[row] == np.float32(0):
@@ -92,7 +93,7 @@ def divisor(temperature, row):
     return temperature[row]
 
 
-@njit
+@inner
 def find_peaks(x, V, temperature, row, start, stop, peaks):
     """The largest value of each block from `start` to `stop`."""
     for block in range(start, stop):
@@ -102,14 +103,14 @@ def find_peaks(x, V, temperature, row, start, stop, peaks):
         peaks[row, block] = lanes.largest(top)
 
 
-@njit(forceinline=True)
+@inlined
 def rank(value):
     """An integer that grows with the value; -0 equals 0."""
     bits = np.int64(np.float32(value).view(np.int32))
     return np.int64(0x80000000) + (bits if bits >= 0 else -(bits & 0x7FFFFFFF))
 
 
-@njit
+@inner
 def cut(values, weights, target):
     """(bar, last): the fewest largest values whose weights reach the target are those above the bar, and those
     equal to it up to the index `last`. Without weights each counts 1. A radix descent: four passes, no sorting."""
@@ -138,7 +139,7 @@ def cut(values, weights, target):
     return bar, last
 
 
-@njit
+@inner
 def gather(x, V, row, temperature, floor, peaks):
     """The values of at least `floor`, and their ids in order."""
     blocks = 0
@@ -157,7 +158,7 @@ def gather(x, V, row, temperature, floor, peaks):
     return values[:n], ids[:n]
 
 
-@njit
+@inner
 def exponentials(values, top):
     """e^(value - top) and their sum."""
     weights, total = np.empty(values.size, np.float32), 0.0
@@ -169,7 +170,7 @@ def exponentials(values, top):
     return weights, total
 
 
-@njit
+@inner
 def mass(x, V, row, temperature, top):
     """The sum of e^(value - top) over a row."""
     total = 0.0
@@ -178,7 +179,7 @@ def mass(x, V, row, temperature, top):
     return total
 
 
-@njit
+@inner
 def keep_above(values, ids, bar, last):
     """Only what is above the bar, or equals it with an id up to `last`."""
     n = 0
@@ -188,7 +189,7 @@ def keep_above(values, ids, bar, last):
     return values[:n], ids[:n]
 
 
-@njit
+@inner
 def find_cut(x, V, row, temperature, k, p, log_least, top, peaks):
     """(bar, last): what is above the bar stays, and what equals it with an id up to `last`."""
     bar, last = MINUS_INF, V
@@ -218,7 +219,7 @@ def find_cut(x, V, row, temperature, k, p, log_least, top, peaks):
     return bar, last
 
 
-@njit
+@inner
 def first_of(x, V, row, top, peaks):
     """The lowest id whose logit is `top`."""
     piece = np.empty(16, np.float32)
@@ -232,7 +233,7 @@ def first_of(x, V, row, top, peaks):
     return 0
 
 
-@njit
+@inner
 def settle(x, V, temperature, top_k, top_p, log_least, row, peaks, tops, bars, lasts, ids):
     """A row's largest value; its id where that is the answer, else its cut (and -1 as id)."""
     by, top = divisor(temperature, row), np.max(peaks[row])
@@ -249,7 +250,7 @@ def settle(x, V, temperature, top_k, top_p, log_least, row, peaks, tops, bars, l
         tops[row], ids[row] = top, -1
 
 
-@njit
+@inner
 def draw(x, V, temperature, row, top, bar, last, seed, position, peaks, start, stop):
     """The best s + g of the blocks from `start` to `stop`, and its id."""
     best, chosen = MINUS_INF, -1
@@ -272,7 +273,7 @@ def draw(x, V, temperature, row, top, bar, last, seed, position, peaks, start, s
     return best, chosen
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def peaks_kernel(x, V, temperature, peaks):
     blocks = peaks.shape[1]
     if x.size < SERIAL:
@@ -285,19 +286,19 @@ def peaks_kernel(x, V, temperature, peaks):
             find_peaks(x, V, divisor(temperature, row), row, start, min(blocks, start + SPAN), peaks)
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def settle_kernel(x, V, temperature, top_k, top_p, log_least, peaks, tops, bars, lasts, ids):
     for row in prange(ids.size):
         settle(x, V, temperature, top_k, top_p, log_least, np.int64(row), peaks, tops, bars, lasts, ids)
 
 
-@njit(cache=True)
+@alone
 def settle_alone(x, V, temperature, top_k, top_p, log_least, peaks, tops, bars, lasts, ids):
     for row in range(ids.size):
         settle(x, V, temperature, top_k, top_p, log_least, row, peaks, tops, bars, lasts, ids)
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def draw_kernel(x, V, temperature, seeds, positions, peaks, tops, bars, lasts, ids):
     rows, blocks = peaks.shape
     if x.size < SERIAL:
@@ -323,7 +324,7 @@ def draw_kernel(x, V, temperature, seeds, positions, peaks, tops, bars, lasts, i
             ids[row] = chosen[row, np.argmax(best[row])]
 
 
-@njit
+@inner
 def penalise(x, counts, repetition, presence, frequency, y, start, stop):
     for i in range(start, stop):
         v, count = x[i], counts[i]
@@ -332,7 +333,7 @@ def penalise(x, counts, repetition, presence, frequency, y, start, stop):
         y[i] = v - frequency * np.float32(count)
 
 
-@njit(parallel=True, cache=True)
+@kernel
 def penalise_kernel(x, V, counts, repetition, presence, frequency, y):
     rows, run = repetition.size, BLOCK * SPAN
     if x.size < SERIAL:

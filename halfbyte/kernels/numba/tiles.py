@@ -6,16 +6,12 @@ channels of a key in lanes, over the positions of a tile one after the other.
 """
 
 import numpy as np
-from numba import njit
 
 from . import lanes
+from .compiled import inlined, inner, unfolded
 
 TILE = 128
 MINUS_INF = np.float32(-np.inf)
-
-# Helpers are called from kernels only: without wrappers for Python, which take half of the time to compile.
-inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
 @inlined
@@ -216,7 +212,7 @@ def tile_values(scores, query, lows, highs, keys, values, start_row, S, o, at, D
                 values_for_one(scores, base + 4 * r, values, start_row, S, begin, end, o, at + r * Dv, column, Dv)
 
 
-@njit(inline="always", error_model="numpy")
+@unfolded
 def attend_tile(
     packed, width, count, lows, highs, tile, keys, more, values, S, scale, softcap, scores, peaks, sums, at, o, Dv
 ):
