@@ -127,6 +127,8 @@ CASES = [
     product(256, 7168, weight=dense(torch.bfloat16), name="bf16", serving=True),
     product(1024, 2048, rows=(8,), weight=affine(), name="4bit", serving=True),
     product(1024, 2048, rows=(256,), weight=affine(), name="4bit", serving=True),
+    product(32, 2048, rows=(128,), weight=affine(), name="4bit", serving=True),
+    product(1, 2048, rows=(128,), weight=affine(8), name="8bit", serving=True),
     product(16, 128, 512, rows=(1,), weight=affine(), name="4bit", transpose=False, serving=True),
     product(16, 128, 512, rows=(1,), weight=affine(), name="4bit", serving=True),
     reading(3, 5, 192, weight=affine(5, 32), name="5bit", dtype=torch.float32),

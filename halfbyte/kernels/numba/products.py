@@ -19,7 +19,7 @@ from .lanes import WIDTH, load, total
 CHUNK = 32  # rows of activations that pass over a matrix together: 512 KB at K = 4096
 RUNS = 64  # parts of a call that threads share out: long streams, and still even shares
 SMALL = 1 << 15  # multiplications: below this the work stays on the calling thread
-EXACT = 1 << 16
+EXACT = 1 << 15  # weights: many rows of activations would feel it in larger matrices
 KIND = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
