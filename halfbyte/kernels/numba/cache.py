@@ -5,7 +5,8 @@ import torch
 from numba import prange
 
 from .compiled import inner, kernel
-from .views import SERIAL, raw
+from .lanes import copy_bytes
+from .views import SERIAL
 
 STORED = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
@@ -29,24 +30,23 @@ def indices(given, default):
 
 
 @inner
-def copy_row(cache, steps, S, new, slots, ends, L, D, task):
+def copy_row(cache, slot_step, row_step, S, new, slots, ends, L, size, task):
     """Row task % L of request task // L, to its place in the cache; a ring keeps only the last S of a request."""
     b, i = task // L, task % L
     if i >= L - S:
-        to = slots[b] * steps[0] + (ends[b] - L + i) % S * steps[1]
-        for d in range(D):
-            cache[to + d] = new[task * D + d]
+        copy_bytes(cache + slots[b] * slot_step + (ends[b] - L + i) % S * row_step, new + task * size, size)
 
 
 @kernel
-def append_kernel(cache, steps, S, new, slots, ends, L, D):
+def append_kernel(cache, slot_step, row_step, S, new, slots, ends, L, size):
+    """Rows of `size` bytes from the address `new` to the address `cache`; steps are in bytes."""
     rows = slots.size * L
-    if rows * D < SERIAL:
+    if rows * size < 16 * SERIAL:
         for task in range(rows):
-            copy_row(cache, steps, S, new, slots, ends, L, D, task)
+            copy_row(cache, slot_step, row_step, S, new, slots, ends, L, size, task)
     else:
         for task in prange(rows):
-            copy_row(cache, steps, S, new, slots, ends, L, D, np.intp(task))
+            copy_row(cache, slot_step, row_step, S, new, slots, ends, L, size, np.intp(task))
 
 
 def append(cache, new, *, slots=None, lengths=None, ring=False):
@@ -54,10 +54,13 @@ def append(cache, new, *, slots=None, lengths=None, ring=False):
     if new.numel() == 0:
         return cache
     slots, ends = indices(slots, np.arange(B)), indices(lengths, np.full(B, L))
-    rows = raw(new.to(cache.dtype))
+    rows = new.to(cache.dtype).contiguous()
     if cache[0, 0].is_contiguous():
-        flat, steps = strided(cache)
-        append_kernel(flat, steps[:2], S, rows, slots, ends, L, new[0, 0].numel())
+        width = cache.element_size()
+        slot_step, row_step = cache.stride(0) * width, cache.stride(1) * width
+        append_kernel(
+            cache.data_ptr(), slot_step, row_step, S, rows.data_ptr(), slots, ends, L, rows[0, 0].numel() * width
+        )
     else:  # a row with gaps: filled in a copy, which is then copied back
         whole = cache.contiguous()
         append(whole, new, slots=torch.from_numpy(slots), lengths=torch.from_numpy(ends), ring=ring)

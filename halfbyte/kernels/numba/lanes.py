@@ -372,3 +372,15 @@ def load_spread(typing, a, i, step, n):
         return widened(builder, v)
 
     return f32x16(a, types.intp, types.intp, types.intp), generate
+
+
+@intrinsic
+def copy_bytes(typing, to, source, size):
+    """Copy `size` bytes between two addresses that do not overlap."""
+
+    def generate(context, builder, signature, args):
+        places = [builder.inttoptr(a, I8.as_pointer()) for a in args[:2]]
+        call(builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), *places, args[2], ir.Constant(ir.IntType(1), 0))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), generate

@@ -153,22 +153,26 @@ def products_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, 
             )  # fmt: skip
 
 
+@inner
+def exact_product(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, task):
+    """Task (listed row of activations, row of weights)."""
+    i, n = task // N, task % N
+    j = np.searchsorted(first, i, side="right") - 1
+    at = x_rows[i] * stride
+    y[y_rows[i] * N + n] = dot_exact(form, grouping, K, words[j], scales[j], biases[j], n, x, at)
+
+
 @kernel
 def exact_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y):
     """As products_kernel, with the weights and sums of `dot_exact`."""
-    tasks = words.size * N
-    if N * K * y_rows.size < SMALL:
+    tasks = x_rows.size * N
+    if tasks * K < SMALL:
         for task in range(tasks):
-            j, n = task // N, task % N
-            for i in range(first[j], first[j + 1]):
-                at = x_rows[i] * stride
-                y[y_rows[i] * N + n] = dot_exact(form, grouping, K, words[j], scales[j], biases[j], n, x, at)
+            exact_product(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, task)
     else:
         for index in prange(tasks):
-            j, n = np.intp(index) // N, np.intp(index) % N
-            for i in range(first[j], first[j + 1]):
-                at = x_rows[i] * stride
-                y[y_rows[i] * N + n] = dot_exact(form, grouping, K, words[j], scales[j], biases[j], n, x, at)
+            task = np.intp(index)
+            exact_product(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, task)
 
 
 def multiply(activations, addresses, first, x_rows, y_rows, y, N):
