@@ -132,9 +132,8 @@ def scale_tensor(scale):
 
 
 @inner
-def chain_row(x, weight, residual, eps, r, weights, residual2, scale, scales, ys, row, rows, D, count):
-    """r = residual + rms(x) weight (no weight: r is x), then each y of the block `ys` [count, rows, D]."""
-    base = row * D
+def chain_row(x, weight, residual, eps, r, weights, residual2, scale, scales, ys, base, D):
+    """r = residual + rms(x) weight (no weight: r is x), then y_i from weights_i for each of the addresses `ys`."""
     if weight:
         factor = inverse_rms(x, 0, base, D, eps)
         for i in range(0, D, 16):
@@ -142,49 +141,48 @@ def chain_row(x, weight, residual, eps, r, weights, residual2, scale, scales, ys
             v = lanes.load_n(x, base + i, n) * lanes.splat(factor) * lanes.load_n(weight, i, n)
             lanes.store_n(r, base + i, lanes.load_n(residual, base + i, n) + v, n)
     factor = inverse_rms(r, 0, base, D, eps)
-    for which in range(count):
+    for which in range(ys.size):
         for i in range(0, D, 16):
             n = min(16, D - i)
-            v = lanes.load_n(r, base + i, n) * lanes.splat(factor) * lanes.load_n(weights, which * D + i, n)
+            v = lanes.load_n(r, base + i, n) * lanes.splat(factor) * lanes.load_n(weights[which], i, n)
             if residual2:
                 v = lanes.load_n(residual2, base + i, n) + v
-            lanes.store_n(ys, which * rows * D + base + i, times_scale(v, scale, scales, i, n), n)
+            lanes.store_n(ys[which], base + i, times_scale(v, scale, scales, i, n), n)
 
 
 @kernel
-def rms_norm_chain_kernel(x, weight, residual, eps, r, weights, residual2, scale, scales, ys, rows, D, count):
+def rms_norm_chain_kernel(x, weight, residual, eps, r, weights, residual2, scale, scales, ys, rows, D):
     if rows * D < SERIAL:
         for row in range(rows):
-            chain_row(x, weight, residual, eps, r, weights, residual2, scale, scales, ys, row, rows, D, count)
+            chain_row(x, weight, residual, eps, r, weights, residual2, scale, scales, ys, row * D, D)
     else:
         for row in prange(rows):
-            at = np.intp(row)
-            chain_row(x, weight, residual, eps, r, weights, residual2, scale, scales, ys, at, rows, D, count)
+            chain_row(x, weight, residual, eps, r, weights, residual2, scale, scales, ys, np.intp(row) * D, D)
+
+
+def addresses(tensors):
+    return np.array([t.data_ptr() for t in tensors])
 
 
 def rms_norm_many(x, weights, eps=1e-6, *, out=None):
-    source, stacked = widened(x), torch.stack([w.float() for w in weights])
-    ys = torch.empty((len(weights), *x.shape), dtype=torch.float32)
-    D, at = x.shape[-1], source.data_ptr()
-    rms_norm_chain_kernel(
-        at, 0, 0, eps, at, stacked.data_ptr(), 0, 0, 0, ys.data_ptr(), x.numel() // D, D, len(weights)
-    )
+    held, source, D = [widened(w) for w in weights], widened(x), x.shape[-1]
+    # Never into x itself, which every output is made of.
+    ys, at = [torch.empty(x.shape, dtype=torch.float32) for _ in weights], source.data_ptr()
+    rms_norm_chain_kernel(at, 0, 0, eps, at, addresses(held), 0, 0, 0, addresses(ys), x.numel() // D, D)
     outs = out or [None] * len(weights)
-    return tuple(finish(y, x.dtype, o) for y, o in zip(ys.unbind(), outs, strict=True))
+    return tuple(finish(y, x.dtype, o) for y, o in zip(ys, outs, strict=True))
 
 
 def rms_norm_chain(x, weight, residual, weights, eps=1e-6, *, residual2=None, scale=None, out=None):
-    r = torch.empty(x.shape, dtype=torch.float32)
-    ys = torch.empty((len(weights), *x.shape), dtype=torch.float32)
-    stacked, D = torch.stack([w.float() for w in weights]), x.shape[-1]
-    held = [widened(t) for t in (x, weight, residual, residual2, scale_tensor(scale))]
-    source, w, first, second, factor = map(address, held)
+    r, *ys = (torch.empty(x.shape, dtype=torch.float32) for _ in range(len(weights) + 1))
+    held, D = [widened(t) for t in (x, weight, residual, residual2, scale_tensor(scale), *weights)], x.shape[-1]
+    source, w, first, second, factor = map(address, held[:5])
     rms_norm_chain_kernel(
-        source, w, first, eps, r.data_ptr(), stacked.data_ptr(), second, factor,
-        0 if scale is None else held[4].numel(), ys.data_ptr(), x.numel() // D, D, len(weights),
+        source, w, first, eps, r.data_ptr(), addresses(held[5:]), second, factor,
+        0 if scale is None else held[4].numel(), addresses(ys), x.numel() // D, D,
     )  # fmt: skip
     outs = out or [None] * (len(weights) + 1)
-    return tuple(finish(y, x.dtype, o) for y, o in zip((r, *ys.unbind()), outs, strict=True))
+    return tuple(finish(y, x.dtype, o) for y, o in zip((r, *ys), outs, strict=True))
 
 
 @inner

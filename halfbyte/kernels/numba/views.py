@@ -11,7 +11,7 @@ SERIAL = 1 << 14
 
 def widened(t):
     """A tensor as contiguous float32: itself where it is."""
-    if t is None or (t.dtype == torch.float32 and t.is_contiguous()):
+    if t is None or (t.dtype is torch.float32 and t.is_contiguous()):
         return t
     return t.to(torch.float32).contiguous()
 
@@ -38,7 +38,7 @@ def raw(t):
 
 def destination(shape, out=None):
     """A float32 tensor to compute into: `out` itself where that is contiguous float32."""
-    if out is not None and out.dtype == torch.float32 and out.is_contiguous():
+    if out is not None and out.dtype is torch.float32 and out.is_contiguous():
         return out
     return torch.empty(shape, dtype=torch.float32)
 
@@ -46,5 +46,5 @@ def destination(shape, out=None):
 def finish(result, dtype, out=None):
     """Round a float32 result once to what the op returns, in `out` where one is given."""
     if out is None:
-        return result.to(dtype)
+        return result if result.dtype is dtype else result.to(dtype)
     return out if result is out else out.copy_(result)
