@@ -25,7 +25,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .lanes import F32, FVEC, I8, I16, I32, I64, IVEC, WIDTH, call, constant, fused, read, splatted, widened
+from .lanes import F32, FVEC, I8, I16, I32, I64, IVEC, WIDTH, call, constant, folded, fused, read, splatted, widened
 
 FORMATS = ("dense", "affine1", "affine2", "affine3", "affine4", "affine5", "affine6", "affine8", "fp4", "fp8")
 GROUPS = (16, 32, 64, 128)
@@ -243,17 +243,6 @@ def _emit_biases(builder, layout, rows, group_sums, first, n, sums):
             builder.store(fused(builder, bias, xsum, builder.load(sums[r][m])), sums[r][m])
 
 
-def _emit_total(builder, v):
-    count = WIDTH
-    while count > 1:
-        count //= 2
-        picks = ir.VectorType(I32, count)
-        low = builder.shuffle_vector(v, v, ir.Constant(picks, list(range(count))))
-        high = builder.shuffle_vector(v, v, ir.Constant(picks, list(range(count, 2 * count))))
-        v = builder.fadd(low, high)
-    return builder.extract_element(v, I32(0))
-
-
 def _make_dot(M):
     """dot4xM(form, grouping, K, words, scales, biases, rows, x, x_offsets, sums, sum_offsets) -> 4 M float32.
 
@@ -304,7 +293,7 @@ def _make_dot(M):
                 with builder.if_then(builder.icmp_unsigned("!=", some, I64(0))):
                     first = builder.mul(whole, I64(WIDTH))
                     _emit_biases(builder, layout, picked, group_sums, first, some, running)
-            totals = [_emit_total(builder, builder.load(place)) for line in running for place in line]
+            totals = [folded(builder, builder.load(place), builder.fadd) for line in running for place in line]
             return context.make_tuple(builder, signature.return_type, totals)
 
         intp = types.intp
@@ -345,7 +334,7 @@ def dot_exact(typing, form, grouping, K, words, scales, biases, row, x, at):
         rest = builder.urem(K, I64(layout.block))
         with builder.if_then(builder.icmp_unsigned("!=", rest, I64(0))):
             add_block(blocks, builder.udiv(rest, I64(layout.values)))
-        return builder.fptrunc(_emit_total(builder, builder.load(running)), F32)
+        return builder.fptrunc(folded(builder, builder.load(running), builder.fadd), F32)
 
     intp = types.intp
     return types.float32(form, grouping, intp, intp, intp, intp, intp, x, intp), generate

@@ -105,6 +105,18 @@ def stored_as(array_type):
     return {types.float32: F32, types.uint16: I16, types.int16: ir.HalfType()}[array_type.dtype]
 
 
+def folded(builder, v, join):
+    """One lane of many: the upper half joined to the lower, and again."""
+    count = v.type.count
+    while count > 1:
+        count //= 2
+        picks = ir.VectorType(I32, count)
+        low = builder.shuffle_vector(v, v, ir.Constant(picks, list(range(count))))
+        high = builder.shuffle_vector(v, v, ir.Constant(picks, list(range(count, 2 * count))))
+        v = join(low, high)
+    return builder.extract_element(v, ir.Constant(I32, 0))
+
+
 def fused(builder, x, y, z):
     return call(builder, f"llvm.fma.{suffix(x.type)}", x.type, x, y, z)
 
@@ -249,14 +261,7 @@ def total(typing, v):
     """The sum of the lanes, by halves."""
 
     def generate(context, builder, signature, args):
-        v, count = args[0], WIDTH
-        while count > 1:
-            count //= 2
-            picks = ir.VectorType(I32, count)
-            low = builder.shuffle_vector(v, v, ir.Constant(picks, list(range(count))))
-            high = builder.shuffle_vector(v, v, ir.Constant(picks, list(range(count, 2 * count))))
-            v = builder.fadd(low, high)
-        return builder.extract_element(v, ir.Constant(I32, 0))
+        return folded(builder, args[0], builder.fadd)
 
     return types.float32(f32x16), generate
 
@@ -266,14 +271,10 @@ def largest(typing, v):
     """The largest lane; NaN if the first lane of a compared pair is NaN (callers that care add their lanes' sum)."""
 
     def generate(context, builder, signature, args):
-        v, count = args[0], WIDTH
-        while count > 1:
-            count //= 2
-            picks = ir.VectorType(I32, count)
-            low = builder.shuffle_vector(v, v, ir.Constant(picks, list(range(count))))
-            high = builder.shuffle_vector(v, v, ir.Constant(picks, list(range(count, 2 * count))))
-            v = builder.select(builder.fcmp_ordered("<", low, high), high, low)
-        return builder.extract_element(v, ir.Constant(I32, 0))
+        def larger_of(low, high):
+            return builder.select(builder.fcmp_ordered("<", low, high), high, low)
+
+        return folded(builder, args[0], larger_of)
 
     return types.float32(f32x16), generate
 
