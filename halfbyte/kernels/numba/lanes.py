@@ -385,3 +385,16 @@ def copy_bytes(typing, to, source, size):
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.intp), generate
+
+
+@intrinsic
+def product_sum(typing, x, factor, y, z):
+    """x factor y + z, in float64 and rounded once: the sum may cancel. `factor` is one float64."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.VectorType(ir.DoubleType(), WIDTH)
+        x, y, z = (builder.fpext(args[i], kind) for i in (0, 2, 3))
+        scaled = builder.fmul(builder.fmul(x, splatted(builder, kind, args[1])), y)
+        return builder.fptrunc(builder.fadd(scaled, z), FVEC)
+
+    return f32x16(f32x16, types.float64, f32x16, f32x16), generate

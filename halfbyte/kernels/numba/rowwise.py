@@ -37,8 +37,8 @@ def inverse_rms(x, add, base, D, eps):
         s = sum_input(x, add, base + i, min(16, D - i))
         a = lanes.fma(s, s, a)
         i += 16
-    mean = lanes.total((a + b) + (c + d)) / np.float32(D)
-    return np.float32(1) / np.sqrt(mean + np.float32(eps))
+    mean = np.float64(lanes.total((a + b) + (c + d))) / D
+    return 1.0 / np.sqrt(mean + eps)
 
 
 @inlined
@@ -68,15 +68,15 @@ def norm_piece(x, weight, add, mul, gate, residual, scale, scales, y, s_out, bas
     s = sum_input(x, add, base + i, n)
     if s_out:
         lanes.store_n(s_out, base + i, s, n)
-    v = s * lanes.splat(factor)
-    if weight:
-        v = v * lanes.load_n(weight, i, n)
+    by = lanes.load_n(weight, i, n) if weight else lanes.splat(np.float32(1))
     if mul:
-        v = v * lanes.load_n(mul, base + i, n)
+        by = by * lanes.load_n(mul, base + i, n)
     if gate:
-        v = v * activated(lanes.load_n(gate, base + i, n), 0)
+        by = by * activated(lanes.load_n(gate, base + i, n), 0)
     if residual:
-        v = lanes.load_n(residual, base + i, n) + v
+        v = lanes.product_sum(s, factor, by, lanes.load_n(residual, base + i, n))
+    else:
+        v = s * lanes.splat(np.float32(factor)) * by
     lanes.store_n(y, base + i, times_scale(v, scale, scales, i, n), n)
 
 
@@ -138,15 +138,17 @@ def chain_row(x, weight, residual, eps, r, weights, residual2, scale, scales, ys
         factor = inverse_rms(x, 0, base, D, eps)
         for i in range(0, D, 16):
             n = min(16, D - i)
-            v = lanes.load_n(x, base + i, n) * lanes.splat(factor) * lanes.load_n(weight, i, n)
-            lanes.store_n(r, base + i, lanes.load_n(residual, base + i, n) + v, n)
+            v, w = lanes.load_n(x, base + i, n), lanes.load_n(weight, i, n)
+            lanes.store_n(r, base + i, lanes.product_sum(v, factor, w, lanes.load_n(residual, base + i, n)), n)
     factor = inverse_rms(r, 0, base, D, eps)
     for which in range(ys.size):
         for i in range(0, D, 16):
             n = min(16, D - i)
-            v = lanes.load_n(r, base + i, n) * lanes.splat(factor) * lanes.load_n(weights[which], i, n)
+            v, w = lanes.load_n(r, base + i, n), lanes.load_n(weights[which], i, n)
             if residual2:
-                v = lanes.load_n(residual2, base + i, n) + v
+                v = lanes.product_sum(v, factor, w, lanes.load_n(residual2, base + i, n))
+            else:
+                v = v * lanes.splat(np.float32(factor)) * w
             lanes.store_n(ys[which], base + i, times_scale(v, scale, scales, i, n), n)
 
 
