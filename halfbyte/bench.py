@@ -1,9 +1,9 @@
-"""Times the serving cases against their torch bodies and against memory; will not time what is wrong.
+"""Checks cases, and times the serving ones against their torch bodies and against memory; will not time what is wrong.
 
-A round is a turn of kernel calls, a turn of body calls and one read of the probe, so that all three meet the same
-neighbours; every figure is the median over rounds, and ratios are formed inside a round. Rounds in which our threads
-queued for a CPU do not count. Each call takes the next of enough copies of the inputs to exceed every cache, so
-weights come from memory. Python's call overhead is inside.
+`measure` is how it is done on a CPU; cuda.py has the same for a GPU. A round is a turn of kernel calls, a turn of body
+calls and one read of the probe, so that all three meet the same neighbours; every figure is the median over rounds, and
+ratios are formed inside a round. Rounds in which our threads queued for a CPU do not count. Each call takes the next of
+enough copies of the inputs to exceed every cache, so weights come from memory. Python's call overhead is inside.
 """
 
 from __future__ import annotations
@@ -11,27 +11,37 @@ from __future__ import annotations
 import copy
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
 
 from .cases import Case
-from .check import LIMIT, error_ratio, tensors
+from .check import LIMIT, error_ratio, same_bits, tensors
 from .machine import READ_BYTES, ReadProbe, queueing_seconds
 from .ops.dispatch import reference, trace
 
-ROTATED = 192 << 20  # bytes of inputs that calls rotate over: several times the last cache
-COPIES = 128
-MEMORY = 2 << 30
 ROUNDS = 7
 QUEUED = 0.1  # a round counts unless our threads waited this part of it for a CPU
 PATIENCE = 5  # times the given seconds that calm rounds are waited for
 CHECKED = (torch.float32, torch.bfloat16)
 WORKING = torch.float32  # activations on a CPU
+
+
+class Rotation(NamedTuple):
+    """How many copies of the inputs calls rotate over: enough to touch so many bytes, within count and memory."""
+
+    touched: int
+    copies: int
+    memory: int
+
+
+ROTATION = Rotation(192 << 20, 128, 2 << 30)  # several times the last cache
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -45,12 +55,17 @@ class Row:
     language: str
     error_ratios: dict[str, float | None]
     wrong: bool
+    same_bits: bool = True
     seconds: float | None = None
     torch_seconds: float | None = None
     speedup: float | None = None
     bytes_moved: int | None = None
     bytes_per_second: float | None = None
     of_read: float | None = None
+    of_copy: float | None = None
+    flops_per_second: float | None = None
+    of_matmul: float | None = None
+    graph: bool | None = None
     from_memory: bool | None = None
     busy: bool | None = None
 
@@ -64,28 +79,31 @@ class Round(NamedTuple):
     read: float
 
 
-def bench(cases: Iterable[Case], probe: ReadProbe, seconds: float, progress: Callable[[str], None]) -> Iterator[Row]:
+def bench(
+    cases: Iterable[Case], device: str, measure: Callable[[Case, Row], None], progress: Callable[[str], None]
+) -> Iterator[Row]:
     """A row for each case, as it finishes."""
     for case in cases:
         progress(f"checking {case}")
-        row = check(case)
+        row = check(case, device)
         if not row.wrong:
             progress(f"timing {case}")
-            measure(case, row, probe, seconds)
+            measure(case, row)
         yield row
 
 
-def check(case: Case) -> Row:
-    """Is the kernel as accurate as its body, in float32 and in the GPU's working dtype?"""
-    ratios = {}
+def check(case: Case, device: str = "cpu") -> Row:
+    """Is the kernel as accurate as its body, in float32 and in the GPU's working dtype, and the same twice?"""
+    ratios, same = {}, True
     with trace() as entries:
         for dtype in CHECKED:
-            args, kwargs = case.inputs(dtype)
+            args, kwargs = case.inputs(dtype, device=device)
             ratios[str(dtype).removeprefix("torch.")] = error_ratio(case.op, args, kwargs, mutates=case.mutates)
-    wrong = not all(ratio <= LIMIT for ratio in ratios.values())
+            same &= same_bits(case.op, args, kwargs, mutates=case.mutates)
+    wrong = not same or not all(ratio <= LIMIT for ratio in ratios.values())
     ran = {entry.language for entry in entries if entry.op == case.op.__name__} - {"torch"}
     finite = {name: ratio if math.isfinite(ratio) else None for name, ratio in ratios.items()}
-    return Row(str(case), case.op.__name__, ", ".join(sorted(ran)) or "torch", finite, wrong)
+    return Row(str(case), case.op.__name__, ", ".join(sorted(ran)) or "torch", finite, wrong, same)
 
 
 def measure(case: Case, row: Row, probe: ReadProbe, seconds: float) -> None:
@@ -93,7 +111,7 @@ def measure(case: Case, row: Row, probe: ReadProbe, seconds: float) -> None:
     row.bytes_moved = moved(case, case.inputs(WORKING))
     # Inputs that no call has seen: what a weight remembers of its own addresses must not be copied with it.
     inputs = copies(case.inputs(WORKING), row.bytes_moved)
-    row.from_memory = len(inputs) * row.bytes_moved >= ROTATED
+    row.from_memory = len(inputs) * row.bytes_moved >= ROTATION.touched
     turns = cycle(inputs)
     estimate = turn(case, turns, 3)
     with reference():
@@ -141,16 +159,22 @@ def moved(case: Case, inputs: Inputs) -> int:
     if case.touched is not None:
         return case.touched(args, kwargs)
     given = {t.data_ptr(): t.nbytes for t in tensors((args, kwargs))}
+    return int(sum(given.values()) + written(case, inputs))
+
+
+def written(case: Case, inputs: Inputs) -> int:
+    """The bytes of what a call returns and of what it changes in place."""
+    args, kwargs = inputs
+    given = {t.data_ptr() for t in tensors((args, kwargs))}
     results = {t.data_ptr(): t.nbytes for t in tensors(case.op(*args, **kwargs)) if t.data_ptr() not in given}
-    changed = sum(kwargs[name].nbytes for name in case.mutates)
-    return int(sum(given.values()) + sum(results.values()) + changed)
+    return int(sum(results.values()) + sum(kwargs[name].nbytes for name in case.mutates))
 
 
-def copies(inputs: Inputs, touched: int) -> list[Inputs]:
+def copies(inputs: Inputs, touched: int, rotation: Rotation = ROTATION) -> list[Inputs]:
     """The inputs, as often as it takes to touch more than any cache holds, within limits of count and memory."""
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(inputs)}
-    wanted = math.ceil(ROTATED / max(1, touched))
-    count = max(1, min(wanted, COPIES, MEMORY // max(1, sum(held.values()))))
+    wanted = math.ceil(rotation.touched / max(1, touched))
+    count = max(1, min(wanted, rotation.copies, rotation.memory // max(1, sum(held.values()))))
     return [copy.deepcopy(inputs) for _ in range(count)]
 
 
@@ -158,22 +182,29 @@ def line(row: Row, width: int) -> str:
     """A row for people: name, time, the body's time, how much faster, rate, percent of the read bandwidth beside it."""
     if row.wrong:
         said = ", ".join(f"{name} {'inf' if r is None else f'{r:.3g}'}" for name, r in row.error_ratios.items())
-        return f"{row.case:<{width}}  WRONG: error ratio {said} (limit {LIMIT:g}); not timed"
+        moving = "" if row.same_bits else "; two runs gave different bits"
+        return f"{row.case:<{width}}  WRONG: error ratio {said} (limit {LIMIT:g}){moving}; not timed"
     assert row.seconds and row.torch_seconds and row.speedup and row.bytes_per_second and row.of_read is not None
     marks = {
         "cached": not row.from_memory,
         "no kernel": row.language == "torch",
         "busy": row.busy,
         "slower": row.speedup < 1 and row.language != "torch",
+        "eager": row.graph is False,
     }
+    rate, share = f"{row.bytes_per_second / 1e9:>6.2f} GB/s", f"{row.of_read:>4.0%}"
+    if row.flops_per_second is not None and row.of_matmul is not None:
+        rate, share = f"{row.flops_per_second / 1e12:>6.1f} TFLOP/s", f"{row.of_matmul:>4.0%} of matmul"
+    elif row.of_copy is not None:
+        share = f"{row.of_copy:>4.0%} of copy"
     return "  ".join(
         [
             f"{row.case:<{width}}",
             f"{duration(row.seconds):>8}",
             f"torch {duration(row.torch_seconds):>8}",
             f"{row.speedup:>5.3g}x",
-            f"{row.bytes_per_second / 1e9:>6.2f} GB/s",
-            f"{row.of_read:>4.0%}",
+            rate,
+            share,
             *(mark for mark, holds in marks.items() if holds),
         ]
     )
@@ -195,3 +226,7 @@ def header(machine: dict[str, Any]) -> list[str]:
     if machine["threading_layer"] == "workqueue":
         lines.append("warning: numba runs on its workqueue threads, 100 us a region: install libgomp (omp) or tbb")
     return lines
+
+
+if __name__ == "__main__":  # python -m halfbyte.bench ops ... is halfbyte bench ops ...
+    sys.exit(import_module("halfbyte.cli").main(["bench", *sys.argv[1:]]))

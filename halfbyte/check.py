@@ -38,6 +38,25 @@ def clone(value: Any, floats: torch.dtype | None = None) -> Any:
     return value
 
 
+def move(value: Any, device: torch.device | str) -> Any:
+    """An op's arguments on a device, weights included. What is there already is not copied; strides are kept."""
+    if isinstance(value, Tensor):
+        if value.device == torch.device(device):
+            return value
+        moved = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return moved.copy_(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(move(v, device) for v in value))
+    if isinstance(value, list | tuple):
+        return type(value)(move(v, device) for v in value)
+    if isinstance(value, dict):
+        return {k: move(v, device) for k, v in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return type(value)(**{name: move(field, device) for name, field in fields.items()})
+    return value
+
+
 def tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor inside an op's arguments or results, weights' included."""
     if isinstance(value, Tensor):
@@ -78,6 +97,19 @@ def error_ratio(
         with using(language):
             kernel = outcome(op, args, kwargs, mutates)
     return max((ratio(k, b, e) for k, b, e in zip(kernel, body, exact, strict=True)), default=0.0)
+
+
+def same_bits(
+    op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, mutates: tuple[str, ...] = ()
+) -> bool:
+    """Do two identical calls give identical bits? Where they do not, something races."""
+    first, second = (outcome(op, clone(args), clone(kwargs), mutates) for _ in range(2))
+    return all(torch.equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True))
+
+
+def bits(x: Tensor) -> Tensor:
+    """x as bytes: NaNs and signed zeros compare like anything else."""
+    return x.contiguous().view(torch.uint8) if x.ndim else x.reshape(1).view(torch.uint8)
 
 
 def ratio(kernel: Tensor, body: Tensor, exact: Tensor) -> float:

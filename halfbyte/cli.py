@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,31 +38,77 @@ def ops(args: argparse.Namespace) -> int:
 
 
 def bench_ops(args: argparse.Namespace) -> int:
-    """Time every op at its serving shapes: kernel, torch body, GB/s, percent of read bandwidth.
+    """Time every op at its serving shapes: kernel, torch body, rate, percent of what the machine can do.
 
-    A kernel that is more than twice as far from the truth as its torch body is reported as WRONG, not timed, and makes
-    the exit status 1. "cached" marks inputs too small to rotate out of the caches, "busy" a row that other processes
-    disturbed throughout.
+    A kernel that is more than twice as far from the truth as its torch body, or whose bits change between two runs, is
+    reported as WRONG, not timed, and makes the exit status 1. On a GPU, times are those of CUDA graphs, with inputs
+    rotated past the cache ("eager" where an op waits for the device), and the percentage is of the measured read
+    bandwidth, of a torch copy of as many bytes, or of the measured matmul rate. "cached" marks inputs too small to
+    rotate out of the caches, "busy" a row that other processes disturbed throughout.
     """
-    from .bench import bench, header, line
     from .cases import CASES
-    from .machine import ReadProbe, facts
 
-    cases = [case for case in CASES if case.serving and args.op in (None, case.op.__name__, str(case))]
-    if not cases:
+    if args.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            args.parser.error("argument --device: torch finds no CUDA GPU here; --device cpu runs anywhere")
+    cases = [case for case in CASES if case.runs_on(args.device) and args.op in (None, case.op.__name__, str(case))]
+    if not any(case.serving for case in cases):
         known = ", ".join(dict.fromkeys(case.op.__name__ for case in CASES if case.serving))
         args.parser.error(f"argument --op: no serving case of {args.op!r}; ops are {known}")
-    probe = ReadProbe()
-    machine = {**facts(), "device": args.device, "read_bytes_per_second": probe.bandwidth()}
+    return check_ops(args, cases) if args.check else time_ops(args, [case for case in cases if case.serving])
+
+
+def check_ops(args: argparse.Namespace, cases: list[Any]) -> int:
+    """Every case, not only the serving ones, and every golden vector: prints what is wrong, times nothing."""
+    from .ops.dispatch import LANGUAGE_OF
+    from .proof import cases as proved
+    from .proof import goldens
+
+    start, results = time.perf_counter(), []
+    for kind, problems in (
+        ("cases in float32 and bfloat16", proved(cases, args.device, progress)),
+        ("golden files", goldens(LANGUAGE_OF[args.device], progress) if args.op is None else ()),
+    ):
+        count = wrong = 0
+        for problem in problems:
+            count, wrong = count + 1, wrong + bool(problem)
+            if problem:
+                progress("")
+                print(problem, file=sys.stderr if args.json else sys.stdout, flush=True)
+        results.append({"checked": kind, "count": count, "wrong": wrong})
+    progress("")
+    if args.json:
+        print(json.dumps({"device": args.device, "results": results}, indent=1))
+    else:
+        said = ", ".join(f"{one['count']} {one['checked']}, {one['wrong']} wrong" for one in results)
+        print(f"{args.device}: {said}; {time.perf_counter() - start:.0f} s")
+    return 1 if any(one["wrong"] for one in results) else 0
+
+
+def time_ops(args: argparse.Namespace, cases: list[Any]) -> int:
+    from functools import partial
+
+    from . import bench, cuda
+    from .machine import ReadProbe, facts
+
+    if args.device == "cuda":
+        machine, said, measure = cuda.facts(), cuda.header, cuda.measure
+    else:
+        probe = ReadProbe()
+        machine, said = {**facts(), "read_bytes_per_second": probe.bandwidth()}, bench.header
+        measure = partial(bench.measure, probe=probe, seconds=args.seconds)
+    machine["device"] = args.device
     if not args.json:
-        print(*header(machine), sep="\n", flush=True)
+        print(*said(machine), sep="\n", flush=True)
     width = max(len(str(case)) for case in cases)
     rows = []
-    for row in bench(cases, probe, args.seconds, progress):
+    for row in bench.bench(cases, args.device, measure, progress):
         rows.append(row)
         progress("")
         if not args.json:
-            print(line(row, width), flush=True)
+            print(bench.line(row, width), flush=True)
     wrong, slower = sum(row.wrong for row in rows), sum(row.speedup is not None and row.speedup < 1 for row in rows)
     if args.json:
         print(json.dumps({"machine": machine, "rows": [row.as_json() for row in rows]}, indent=1))
@@ -90,7 +137,8 @@ def parser() -> argparse.ArgumentParser:
     _command(commands, "ops", ops)
     kinds = commands.add_parser("bench", help="Measure this machine.").add_subparsers(required=True, metavar="what")
     timed = _command(kinds, "ops", bench_ops)
-    timed.add_argument("--device", choices=["cpu"], default="cpu", help="where to run (default: cpu)")
+    timed.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (default: cpu)")
+    timed.add_argument("--check", action="store_true", help="check every case and golden vector, time nothing")
     timed.add_argument("--op", metavar="NAME", help="only this op (qmm), or only this case (as it is printed)")
     timed.add_argument("--json", action="store_true", help="print one JSON object: machine and rows")
     timed.add_argument("--seconds", type=positive, default=0.5, metavar="S", help="time for a case (default: 0.5)")

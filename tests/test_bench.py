@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfbyte import bench, machine
-from halfbyte.bench import ROTATED, Row, check, copies, duration, header, line, measure, moved
+from halfbyte.bench import ROTATION, Rotation, Row, check, copies, duration, header, line, measure, moved
 from halfbyte.cases import CASES, Case
 from halfbyte.ops.dispatch import kernel
 
@@ -35,9 +35,9 @@ def drifting(x, weight):
     return y if language(x) == "torch" else y + 1e-3
 
 
-def test_a_wrong_kernel_is_not_timed(probe):
+def test_a_wrong_kernel_is_not_timed():
     said = []
-    rows = list(bench.bench([Case(drifting, "64x2048", build, serving=True)], probe, 0.01, said.append))
+    rows = list(bench.bench([Case(drifting, "64x2048", build, serving=True)], "cpu", pytest.fail, said.append))
     assert [row.wrong for row in rows] == [True]
     assert rows[0].seconds is None
     assert said == ["checking drifting[64x2048]"]
@@ -66,6 +66,17 @@ def test_results_that_are_not_comparable_are_wrong_and_still_json():
     row = check(Case(op, "nan", build))
     assert row.wrong
     assert row.as_json()["error_ratios"] == {"float32": None, "bfloat16": None}
+
+
+def test_bits_that_move_are_wrong():
+    calls = iter(range(100))
+
+    def op(x, weight):
+        return twice(x, weight) + next(calls) * 1e-9
+
+    row = check(Case(op, "moving", lambda r, d: ((r.normal(4, dtype=d) * 1e-6, r.normal(4)), {})))
+    assert row.wrong and not row.same_bits
+    assert "two runs gave different bits" in line(row, 20)
 
 
 def test_a_right_kernel_is_timed_beside_its_body(probe):
@@ -156,12 +167,11 @@ def test_a_copied_weight_does_not_remember_the_original_address(probe):
     measure(case, check(case), probe, 0.001)
 
 
-def test_copies_stay_within_count_and_memory(monkeypatch):
+def test_copies_stay_within_count_and_memory():
     inputs = ((torch.zeros(1024),), {})
-    assert len(copies(inputs, touched=4096)) == bench.COPIES
-    assert len(copies(inputs, touched=2 * ROTATED)) == 1
-    monkeypatch.setattr(bench, "MEMORY", 10_000)
-    assert len(copies(inputs, touched=4096)) == 2
+    assert len(copies(inputs, touched=4096)) == ROTATION.copies
+    assert len(copies(inputs, touched=2 * ROTATION.touched)) == 1
+    assert len(copies(inputs, 4096, Rotation(1 << 20, copies=128, memory=10_000))) == 2
 
 
 def test_the_read_probe_verifies_its_checksum(probe):

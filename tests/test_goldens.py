@@ -1,4 +1,4 @@
-"""Every original Metal kernel's golden vectors, through our ops: the torch bodies and the Numba kernels."""
+"""Every original Metal kernel's golden vectors, through our ops: the torch bodies, the Numba and the Triton kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DOCUMENT = (Path(__file__).parent.parent / "docs" / "kernels.md").read_text(enco
 FILES = {path.stem: path for path in files()}
 
 
-@pytest.mark.parametrize("language", ["torch", "numba"])
+@pytest.mark.parametrize("language", ["torch", "numba", "triton"])
 @pytest.mark.parametrize("name", FILES)
 def test_golden(name, language):
     for vector in load(FILES[name]):

@@ -32,7 +32,9 @@ BELOW = {
     "listing": set(),
     "machine": set(),
     "bench": {"ops", "cases", "check", "machine"},
-    "cli": {"ops", "cases", "check", "listing", "machine", "bench", "__init__"},
+    "cuda": {"ops", "cases", "check", "bench"},
+    "proof": {"bench", "cases"},
+    "cli": {"ops", "cases", "listing", "machine", "bench", "cuda", "proof", "__init__"},
     "__main__": {"cli"},
     "__init__": {"ops"},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -34,6 +35,22 @@ def packed(w: Tensor, *format: Any) -> Packed:
         return quantize(w, *format)
 
 
+def random_packed(random: Random, shape: tuple[int, ...], bits: int, group: int, mode: str = "affine") -> Packed:
+    """A weight of random words and plausible scales, made on its own device: quantising large ones takes too long."""
+    *rows, K = shape
+    words = random.integers(-(1 << 31), 1 << 31, *rows, K * bits // 32)
+    groups = (*rows, K // group)
+    if mode == "affine":
+        scales, biases = (random.normal(*groups, dtype=torch.bfloat16, scale=0.02) for _ in range(2))
+        return Packed(words, scales, biases, bits, group)
+    low, high = (0x20, 0x51) if mode == "nvfp4" else (121, 130)  # e4m3, or powers of two about 1
+    return Packed(words, random.integers(low, high, *groups, dtype=torch.uint8), None, bits, group, mode)
+
+
+def large_affine(random: Random, shape: tuple[int, ...]) -> Packed:
+    return random_packed(random, shape, 4, 64)
+
+
 def product(
     *shape: int,
     rows: tuple[int, ...] = (1,),
@@ -42,8 +59,9 @@ def product(
     transpose: bool = True,
     strided: bool = False,
     serving: bool = False,
+    only: str | None = None,
 ) -> Case:
-    """x [*rows, *leading, inner] times a weight of `shape` [*leading, N, K]."""
+    """x [*rows, *leading, inner] times a weight of `shape` [*leading, N, K]; the floor of many rows is arithmetic."""
 
     def build(random: Random, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         w = weight(random, shape)
@@ -53,7 +71,24 @@ def product(
 
     said = "x".join(map(str, rows)) + "-of-" + "x".join(map(str, shape)) + f"-{name}"
     said += ("" if transpose else "-rows") + ("-strided" if strided else "")
-    return Case(qmm, said, build, serving)
+    many = prod(rows) >= 64
+    return Case(
+        qmm, said, build, serving, flops=(lambda *_: 2.0 * prod(rows) * prod(shape)) if many else None, only=only
+    )
+
+
+def on_gpu(N: int, K: int, bits: int = 4, group: int = 64, mode: str = "affine", rows: int = 1) -> Case:
+    """A shape of a real model, too large to be made on a CPU."""
+    name = f"{bits}bit" if mode == "affine" else mode
+    return product(
+        N,
+        K,
+        rows=(rows,),
+        weight=lambda random, shape: random_packed(random, shape, bits, group, mode),
+        name=name,
+        serving=True,
+        only="cuda",
+    )
 
 
 def every_width() -> list[Case]:
@@ -84,7 +119,9 @@ def making(*shape: int, serving: bool = False, scale: float = 1.0, **format: Any
     return Case(quantize, f"{'x'.join(map(str, shape))}-{said}-x{scale:g}", build, serving)
 
 
-def looking(V: int, K: int, *ids: int, weight: Weight, name: str, serving: bool = False) -> Case:
+def looking(
+    V: int, K: int, *ids: int, weight: Weight, name: str, serving: bool = False, only: str | None = None
+) -> Case:
     def build(random: Random, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (random.integers(0, V, *ids), weight(random, (V, K)), dtype), {}
 
@@ -94,7 +131,7 @@ def looking(V: int, K: int, *ids: int, weight: Weight, name: str, serving: bool 
         held = sum(int(t.nbytes) for t in tensors(w))
         return int(chosen.numel() * (held // V + K * dtype.itemsize))
 
-    return Case(embed, f"{'x'.join(map(str, ids))}-of-{V}x{K}-{name}", build, serving, touched=touched)
+    return Case(embed, f"{'x'.join(map(str, ids))}-of-{V}x{K}-{name}", build, serving, touched=touched, only=only)
 
 
 CASES = [
@@ -153,4 +190,12 @@ CASES = [
     looking(11, 64, 0, weight=affine(), name="4bit"),
     looking(4096, 2048, 1, weight=affine(), name="4bit", serving=True),
     looking(4096, 2048, 512, weight=affine(), name="4bit", serving=True),
+    *(on_gpu(248320, 2048, bits) for bits in (2, 3, 4, 5, 6, 8)),
+    on_gpu(248320, 2048, 4, 32, "mxfp4"),
+    on_gpu(248320, 2048, 8, 32, "mxfp8"),
+    on_gpu(248320, 2048, 4, 16, "nvfp4"),
+    *(on_gpu(N, K) for N, K in ((12288, 4096), (2048, 4096), (1024, 4096))),
+    *(on_gpu(12288, 4096, rows=rows) for rows in (2, 8, 64, 512, 2048)),
+    looking(248320, 2048, 1, weight=large_affine, name="4bit", serving=True, only="cuda"),
+    looking(248320, 2048, 2048, weight=large_affine, name="4bit", serving=True, only="cuda"),
 ]

@@ -24,6 +24,7 @@ def conv(
     strided: bool = False,
     activation: str | None = "silu",
     serving: bool = False,
+    only: str | None = None,
 ) -> Case:
     """`third`: the weight has its third axis."""
 
@@ -38,16 +39,19 @@ def conv(
     said = [str(stored).removeprefix("torch."), activation or "plain", "third" if third else ""]
     said += ["slots" if slots else "", "strided" if strided else ""]
     name = f"{B}x{L}x{C}x{W}" + "".join(f"-{s}" for s in said if s)
-    return Case(causal_conv, name, build, serving, mutates=("state",))
+    return Case(causal_conv, name, build, serving, mutates=("state",), only=only)
 
 
-def gates(*shape: int, scale: float = 3.0, strided: bool = False, serving: bool = False) -> Case:
+def gates(
+    *shape: int, scale: float = 3.0, strided: bool = False, serving: bool = False, only: str | None = None
+) -> Case:
     def build(random: Random, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         make = random.strided if strided else random.normal
         a, b = make(*shape, dtype=dtype, scale=scale), make(*shape, dtype=dtype, scale=scale)
         return (a, b, random.normal(shape[-1]), random.normal(shape[-1], dtype=torch.bfloat16)), {}
 
-    return Case(delta_gates, f"{'x'.join(map(str, shape))}-x{scale:g}{'-strided' if strided else ''}", build, serving)
+    name = f"{'x'.join(map(str, shape))}-x{scale:g}{'-strided' if strided else ''}"
+    return Case(delta_gates, name, build, serving, only=only)
 
 
 def delta(
@@ -64,6 +68,7 @@ def delta(
     strided: bool = False,
     in_place: bool = True,
     serving: bool = False,
+    only: str | None = None,
 ) -> Case:
     """Keys of length 1 and decays near 1, as models have them; `zeros` puts decays of 0 and of 1e-30 among them."""
 
@@ -79,10 +84,14 @@ def delta(
             kwargs["slots"] = torch.tensor(slots, dtype=torch.int32)
         return (q, k, make(B, L, Hv, Dv, dtype=dtype), g, beta), kwargs
 
+    def flops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Of the rule itself: S k, the outer product and S q of each token. The chunked form does more, on other units."""
+        return 6.0 * B * L * Hv * Dv * Dk
+
     said = [form or "", "slots" if slots else "", "zeros" if zeros else "", "strided" if strided else ""]
     said += [] if in_place else ["copy"]
     name = f"{B}x{L}x{Hk}.{Hv}x{Dk}.{Dv}" + "".join(f"-{s}" for s in said if s)
-    return Case(gated_delta, name, build, serving, mutates=("state",))
+    return Case(gated_delta, name, build, serving, mutates=("state",), flops=flops, only=only)
 
 
 CASES = [
@@ -116,4 +125,10 @@ CASES = [
     delta(1, 1, 16, 32, 128, 128, serving=True),
     delta(1, 128, 16, 32, 128, 128, serving=True),
     delta(1, 128, 16, 32, 128, 128, form="chunked", serving=True),
+    conv(1, 2048, 8192, third=True, serving=True, only="cuda"),
+    conv(32, 1, 8192, third=True, serving=True, only="cuda"),
+    gates(2048, 32, serving=True, only="cuda"),
+    delta(32, 1, 16, 32, 128, 128, serving=True, only="cuda"),
+    delta(1, 2048, 16, 32, 128, 128, serving=True, only="cuda"),
+    delta(1, 16384, 16, 32, 128, 128, serving=True, only="cuda"),
 ]

@@ -18,6 +18,7 @@ def choose(
     expert_scale: bool = False,
     strided: bool = False,
     serving: bool = False,
+    only: str | None = None,
     **options: Any,
 ) -> Case:
     """Routing of `shape` [..., E]; `options` go to the op as they are."""
@@ -33,7 +34,7 @@ def choose(
 
     said = [f"k{k}"] + ["bias"] * bias + ["expert-scale"] * expert_scale + ["strided"] * strided
     said += [f"{name}={value}" for name, value in options.items()] + ([f"x{scale:g}"] if scale != 2 else [])
-    return Case(route, "x".join(map(str, shape)) + "".join(f"-{s}" for s in said), build, serving)
+    return Case(route, "x".join(map(str, shape)) + "".join(f"-{s}" for s in said), build, serving, only=only)
 
 
 def gather(
@@ -43,6 +44,7 @@ def gather(
     gate: int = 0,
     strided: bool = False,
     serving: bool = False,
+    only: str | None = None,
 ) -> Case:
     """Combining of y [..., A, D]; gate 1 or 2 is shared_gate as [...] or [..., 1]."""
 
@@ -59,10 +61,10 @@ def gather(
         return (make(*shape, dtype=dtype), torch.softmax(random.normal(*shape[:-1]), -1)), kwargs
 
     said = ["residual"] * residual + ["shared"] * shared + [f"gate{gate}"] * bool(gate) + ["strided"] * strided
-    return Case(combine, "x".join(map(str, shape)) + "".join(f"-{s}" for s in said), build, serving)
+    return Case(combine, "x".join(map(str, shape)) + "".join(f"-{s}" for s in said), build, serving, only=only)
 
 
-def bucket(M: int, T: int, D: int, *, serving: bool = False) -> Case:
+def bucket(M: int, T: int, D: int, *, serving: bool = False, only: str | None = None) -> Case:
     """Serving accumulates in place."""
 
     def build(random: Random, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -70,10 +72,11 @@ def bucket(M: int, T: int, D: int, *, serving: bool = False) -> Case:
         options = {"residual": residual, "tokens": tokens} | ({"out": residual} if serving else {})
         return (random.normal(M, D, dtype=dtype), random.normal(M)), options
 
-    return Case(combine, f"bucket-{M}x{D}-to-{T}", build, serving)
+    return Case(combine, f"bucket-{M}x{D}-to-{T}", build, serving, only=only)
 
 
 DEEPSEEK: dict[str, Any] = {"kind": "sigmoid", "bias": True, "groups": 8, "keep_groups": 4, "scaling": 2.5}
+ON_GPU: dict[str, Any] = {"serving": True, "only": "cuda"}
 
 CASES = [
     choose(3, 5, 37, k=5),
@@ -114,4 +117,11 @@ CASES = [
     bucket(0, 3, 16),
     bucket(40, 9, 700),
     bucket(64, 512, 2048, serving=True),
+    choose(2048, 256, k=8, **ON_GPU),
+    choose(2048, 128, k=8, expert_scale=True, **ON_GPU),
+    choose(2048, 256, k=8, **ON_GPU, **DEEPSEEK),
+    choose(2048, 512, k=10, **ON_GPU),
+    gather(2048, 8, 2048, residual=True, shared=True, gate=2, **ON_GPU),
+    gather(2048, 8, 7168, residual=True, shared=True, **ON_GPU),
+    bucket(2048, 2048, 2048, **ON_GPU),
 ]

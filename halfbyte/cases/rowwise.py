@@ -13,6 +13,7 @@ from .case import Case, Random
 def norm(
     *shape: int,
     serving: bool = False,
+    only: str | None = None,
     scale: float = 1.0,
     weight: torch.dtype | None = torch.bfloat16,
     strided: bool = False,
@@ -37,34 +38,35 @@ def norm(
 
     said = [*options, *(["strided"] if strided else []), *([f"x{scale:g}"] if scale != 1 else [])]
     said += ["no-weight"] if weight is None else [str(weight).removeprefix("torch.")]
-    return Case(rms_norm, "x".join(map(str, shape)) + "".join(f"-{s}" for s in said), build, serving)
+    return Case(rms_norm, "x".join(map(str, shape)) + "".join(f"-{s}" for s in said), build, serving, only=only)
 
 
-def many(*shape: int, count: int = 3, serving: bool = False) -> Case:
+def many(*shape: int, count: int = 3, serving: bool = False, only: str | None = None) -> Case:
     def build(random: Random, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         weights = [random.normal(shape[-1]) for _ in range(count)]
         return (random.normal(*shape, dtype=dtype, scale=1e-2), weights), {}
 
-    return Case(rms_norm_many, f"{'x'.join(map(str, shape))}-{count}", build, serving)
+    return Case(rms_norm_many, f"{'x'.join(map(str, shape))}-{count}", build, serving, only=only)
 
 
-def chain(*shape: int, count: int = 3, end: bool = False, serving: bool = False) -> Case:
+def chain(*shape: int, count: int = 3, end: bool = False, serving: bool = False, only: str | None = None) -> Case:
     def build(random: Random, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, residual = random.normal(*shape, dtype=dtype, scale=1e-2), random.normal(*shape, dtype=dtype)
         weights = [random.normal(shape[-1], dtype=torch.bfloat16) for _ in range(count)]
         tail = {"residual2": random.normal(*shape, dtype=dtype), "scale": random.normal(shape[-1])} if end else {}
         return (x, random.normal(shape[-1]), residual, weights, 1e-5), tail
 
-    return Case(rms_norm_chain, f"{'x'.join(map(str, shape))}-{count}{'-end' if end else ''}", build, serving)
+    name = f"{'x'.join(map(str, shape))}-{count}{'-end' if end else ''}"
+    return Case(rms_norm_chain, name, build, serving, only=only)
 
 
-def gated(*shape: int, activation: str, serving: bool = False, strided: bool = False) -> Case:
+def gated(*shape: int, activation: str, serving: bool = False, strided: bool = False, only: str | None = None) -> Case:
     def build(random: Random, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         make = random.strided if strided else random.normal
         return (make(*shape, dtype=dtype, scale=4.0), make(*shape, dtype=dtype), activation), {}
 
     name = f"{'x'.join(map(str, shape))}-{activation}{'-strided' if strided else ''}"
-    return Case(glu, name, build, serving)
+    return Case(glu, name, build, serving, only=only)
 
 
 def rotate(
@@ -75,12 +77,13 @@ def rotate(
     start: int = 0,
     serving: bool = False,
     strided: bool = False,
+    only: str | None = None,
 ) -> Case:
     def build(random: Random, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         make = random.strided if strided else random.normal
         pairs = (rotary or shape[-1]) // 2
-        inv_freq = 10_000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
-        positions = start + torch.arange(shape[-3], dtype=torch.int32)
+        inv_freq = 10_000.0 ** -(torch.arange(pairs, dtype=torch.float64, device=random.device) / pairs)
+        positions = start + torch.arange(shape[-3], dtype=torch.int32, device=random.device)
         return (make(*shape, dtype=dtype), positions, inv_freq), {
             "rotary": rotary,
             "interleaved": interleaved,
@@ -91,15 +94,17 @@ def rotate(
     said += ["pairs"] if interleaved else []
     said += [f"at{start}"] if start else []
     said += ["strided"] if strided else []
-    return Case(rope, "x".join(map(str, shape)) + "".join(f"-{s}" for s in said), build, serving)
+    return Case(rope, "x".join(map(str, shape)) + "".join(f"-{s}" for s in said), build, serving, only=only)
 
 
-def cap(*shape: int, cap: float, serving: bool = False) -> Case:
+def cap(*shape: int, cap: float, serving: bool = False, only: str | None = None) -> Case:
     def build(random: Random, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (random.normal(*shape, dtype=dtype, scale=2 * cap), cap), {}
 
-    return Case(softcap, f"{'x'.join(map(str, shape))}-{cap:g}", build, serving)
+    return Case(softcap, f"{'x'.join(map(str, shape))}-{cap:g}", build, serving, only=only)
 
+
+ON_GPU: dict[str, Any] = {"serving": True, "only": "cuda"}
 
 CASES = [
     norm(3, 5, 123),
@@ -150,4 +155,25 @@ CASES = [
     cap(3, 257, cap=30.0),
     cap(0, 4, cap=1.0),
     cap(1, 262144, cap=30.0, serving=True),
+    norm(2, 40_000, only="cuda", add=True, residual=True, return_sum=True),
+    chain(2, 40_000, only="cuda", count=2, end=True),
+    norm(1, 4096, **ON_GPU),
+    norm(2048, 4096, **ON_GPU),
+    norm(2048, 4096, **ON_GPU, add=True, return_sum=True),
+    norm(2048, 4096, **ON_GPU, gate=True),
+    norm(2048, 4096, **ON_GPU, residual=True, scale_number=0.37),
+    norm(2048, 7168, **ON_GPU, add=True, return_sum=True),
+    norm(2048, 16, 256, **ON_GPU),
+    norm(2048, 16, 256, **ON_GPU, head_major=True),
+    norm(2048, 32, 128, **ON_GPU, gate=True),
+    many(2048, 4096, **ON_GPU),
+    chain(2048, 4096, **ON_GPU),
+    chain(2048, 4096, count=1, end=True, **ON_GPU),
+    gated(2048, 4096, activation="silu", **ON_GPU),
+    gated(2048, 4096, activation="gelu_tanh", **ON_GPU),
+    rotate(2048, 16, 256, rotary=64, **ON_GPU),
+    rotate(2048, 64, 128, **ON_GPU),
+    rotate(2048, 128, 64, interleaved=True, start=1 << 17, **ON_GPU),
+    cap(2048, 4096, cap=30.0, **ON_GPU),
+    cap(64, 262_144, cap=30.0, **ON_GPU),
 ]

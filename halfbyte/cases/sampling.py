@@ -14,7 +14,15 @@ INTEGER = ("top_k",)
 
 
 def draw(
-    B: int, V: int, *, scale: float = 3.0, strided: bool = False, serving: bool = False, name: str = "", **fields: Any
+    B: int,
+    V: int,
+    *,
+    scale: float = 3.0,
+    strided: bool = False,
+    serving: bool = False,
+    only: str | None = None,
+    name: str = "",
+    **fields: Any,
 ) -> Case:
     """B rows of V logits; a field is one number for all rows or a list of them, which repeats; counts=True makes
     counts."""
@@ -35,7 +43,7 @@ def draw(
 
     said = [name] if name else [f"{key}={value}" for key, value in fields.items()]
     said += ["strided"] * strided + ([f"x{scale:g}"] if scale != 3 else [])
-    return Case(sample, f"{B}x{V}" + "".join(f"-{s}" for s in said), build, serving)
+    return Case(sample, f"{B}x{V}" + "".join(f"-{s}" for s in said), build, serving, only=only)
 
 
 MIXED: dict[str, Any] = {
@@ -68,4 +76,7 @@ CASES = [
     draw(1, 248320, temperature=0.7, top_k=20, top_p=0.8, serving=True),
     draw(1, 248320, temperature=1.0, serving=True),
     draw(8, 248320, name="mixed", serving=True, **MIXED),
+    draw(64, 248320, name="mixed", serving=True, only="cuda", **MIXED),
+    draw(64, 151936, name="mixed-penalties", serving=True, only="cuda", **MIXED, **PENALTIES),
+    draw(4, 262144, temperature=1.0, top_p=[0.95, 0.5], scale=5.0, serving=True, only="cuda"),
 ]

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 LANGUAGES = ("torch", "numba", "triton", "metal")
+LANGUAGE_OF = {"cpu": "numba", "cuda": "triton", "mps": "metal"}  # by device
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
-_BY_DEVICE = {"cpu": "numba", "cuda": "triton", "mps": "metal"}
 _forced: ContextVar[str | None] = ContextVar("forced language", default=None)
 _entries: ContextVar[list[Entry] | None] = ContextVar("trace", default=None)
 
@@ -37,7 +37,7 @@ def language(x: Tensor) -> str:
     """The language that runs ops on x. float64 always means the torch body: that is how a test asks for exactness."""
     if x.dtype == torch.float64:
         return "torch"
-    return _forced.get() or _BY_DEVICE.get(x.device.type, "torch")
+    return _forced.get() or LANGUAGE_OF.get(x.device.type, "torch")
 
 
 @cache

@@ -1,0 +1,286 @@
+"""Quantised weights as numbers: decoding for every kernel that wants tiles of weights, and `dequantize` itself.
+
+A row is a stream of codes. It is read in units that begin and end at a word: one word of 32 / b codes where b divides 32,
+else three words (3 and 6 bits) or five (5 bits). A unit is cut in halves with shifts, and the halves are joined along a
+new last axis, until a code is left: no code ever moves to another thread. A unit never crosses a group.
+
+Both of `dequantize`'s streams are flat, since K is a whole number of groups: it is one pass over memory, at whose speed
+it runs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .codes import e4m3_value, power_value
+from .device import INTERPRETED
+
+NV_RANGE = 448.0 * 6.0
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def unit_of(bits):
+    """Codes and words of the smallest whole number of words that holds whole codes (2 units of 3 words for 6 bits)."""
+    return {3: (32, 3), 5: (32, 5), 6: (16, 3)}.get(bits, (32 // bits, 1))
+
+
+@triton.jit
+def halves(t, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """The codes in the low WIDTH bits of t, along as many new axes of two as it takes, the first code first."""
+    for level in tl.static_range(1, 6):
+        if WIDTH >> level >= BITS:
+            t = tl.join(t, t >> (WIDTH >> level))
+    return t & ((1 << BITS) - 1)
+
+
+@triton.jit
+def word(words, at, inside, ALIGNED: tl.constexpr):
+    """Word `at` of a stream, as uint32; from four bytes where words may begin anywhere."""
+    if ALIGNED:
+        w = tl.load(words + at, inside, other=0)
+    else:
+        w = tl.load(words + 4 * at, inside, other=0).to(tl.uint32)
+        for byte in tl.static_range(1, 4):
+            w |= tl.load(words + 4 * at + byte, inside, other=0).to(tl.uint32) << (8 * byte)
+    return w.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def codes(words, at, inside, FORMAT: tl.constexpr):
+    """The codes, uint32 [..., 2, 2, ...], of the units whose first words are `at`."""
+    BITS: tl.constexpr = FORMAT.bits
+    ALIGNED: tl.constexpr = FORMAT.aligned
+    w0 = word(words, at, inside, ALIGNED)
+    if FORMAT.words == 1:
+        found = halves(w0, 32, BITS)
+    else:
+        w1 = word(words, at + 1, inside, ALIGNED)
+        w2 = word(words, at + 2, inside, ALIGNED)
+        if FORMAT.words == 3:
+            first = tl.join(w0, w1 >> 16 | w2 << 16)
+            second = tl.join(w0 >> 24 | w1 << 8, w2 >> 8)
+            found = halves(tl.join(first, second), 24, BITS)
+        else:
+            w3 = word(words, at + 3, inside, ALIGNED)
+            w4 = word(words, at + 4, inside, ALIGNED)
+            even = tl.join(tl.join(w0, w2 >> 16 | w3 << 16), tl.join(w1 >> 8, w3 >> 24 | w4 << 8))
+            odd = tl.join(tl.join(w0 >> 20 | w1 << 12, w3 >> 4), tl.join(w1 >> 28 | w2 << 4, w4 >> 12))
+            found = halves(tl.join(even, odd), 20, BITS)
+    return found
+
+
+@triton.jit
+def values(q, FORMAT: tl.constexpr):
+    """What codes stand for before scaling, exactly, in float32."""
+    if FORMAT.mode == "affine":  # q in the low bits of 2^23, less 2^23: cheaper than a conversion
+        v = (q | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    elif FORMAT.bits == 4:  # e2m1: sign, two bits of exponent, one of mantissa, where a float32 has them
+        v = ((q & 8) << 28 | (q & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+    else:
+        v = e4m3_value(q)
+    return v
+
+
+@triton.jit
+def group_values(scales, at, inside, FORMAT: tl.constexpr):
+    """Scales or biases `at`, as the float32 they stand for."""
+    if FORMAT.mode == "affine":
+        TYPE: tl.constexpr = FORMAT.scale_type
+        if FORMAT.aligned:
+            s = tl.load(scales + at, inside, other=0)
+        elif TYPE == tl.float32:
+            s = word(scales, at, inside, False).to(tl.float32, bitcast=True)
+        else:
+            s = tl.load(scales + 2 * at, inside, other=0).to(tl.uint16)
+            s |= tl.load(scales + 2 * at + 1, inside, other=0).to(tl.uint16) << 8
+            s = s.to(TYPE, bitcast=True)
+        s = s.to(tl.float32)
+    else:
+        q = tl.load(scales + at, inside, other=0)
+        s = e4m3_value(q) if FORMAT.mode == "nvfp4" else power_value(q)
+    return s
+
+
+@triton.jit
+def matrix_of(operand, e, FORMAT: tl.constexpr):
+    """Matrix e of an operand: where its words, scales and biases begin, and the steps from row to row."""
+    words, scales, biases, factors, matrix_words, row_words, matrix_scales, row_scales, factor_step = operand
+    if FORMAT.apart:
+        word_type: tl.constexpr = tl.int32 if FORMAT.aligned else tl.uint8
+        scale_type: tl.constexpr = FORMAT.scale_type if FORMAT.aligned else tl.uint8
+        words = tl.load(words + e).to(tl.pointer_type(word_type))
+        scales = tl.load(scales + e).to(tl.pointer_type(scale_type))
+        biases = tl.load(biases + e).to(tl.pointer_type(scale_type))
+        if FORMAT.wide:
+            words = tl.multiple_of(words, 16)
+            scales = tl.multiple_of(scales, 16)
+            biases = tl.multiple_of(biases, 16)
+    else:
+        words += e * matrix_words
+        scales += e * matrix_scales
+        biases += e * matrix_scales
+    return words, scales, biases, row_words, row_scales
+
+
+@triton.jit
+def factor_of(operand, e, FORMAT: tl.constexpr):
+    """What nvfp4's global scale multiplies all of matrix e by."""
+    return tl.div_rn(tl.load(operand[3] + e * operand[8]), FORMAT.factor)
+
+
+@triton.jit
+def weight_tile(matrix, n, inside, first, K, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
+    """float32 [rows, COLUMNS]: the weights of rows n [rows, 1] from column `first` on, each scale q + bias; 0 outside.
+
+    inside [rows, 1] says which rows exist. `first` is a multiple of COLUMNS; COLUMNS divides the group or is divided by
+    it. EVEN promises that K is a multiple of COLUMNS.
+    """
+    words, scales, biases, row_words, row_scales = matrix
+    if FORMAT.mode == "dense":
+        column = first + tl.arange(0, COLUMNS)[None, :]
+        has = inside if EVEN else inside & (column < K)
+        w = tl.load(words + n * row_words + column, has, other=0.0).to(tl.float32)
+    else:
+        rows: tl.constexpr = n.shape[0]
+        units: tl.constexpr = COLUMNS // FORMAT.unit
+        groups: tl.constexpr = (COLUMNS + FORMAT.group - 1) // FORMAT.group
+        unit = first // FORMAT.unit + tl.arange(0, units)[None, :]
+        group = first // FORMAT.group + tl.arange(0, groups)[None, :]
+        has_unit, has_group = inside, inside
+        if not EVEN:
+            has_unit, has_group = inside & (unit * FORMAT.unit < K), inside & (group * FORMAT.group < K)
+        q = codes(words, n * row_words + unit * FORMAT.words, has_unit, FORMAT)
+        at = n * row_scales + group
+        s = group_values(scales, at, has_group, FORMAT)
+        w = values(q, FORMAT).reshape(rows, groups, COLUMNS // groups) * s[:, :, None]
+        if FORMAT.mode == "affine":
+            w += group_values(biases, at, has_group, FORMAT)[:, :, None]
+        w = w.reshape(rows, COLUMNS)
+    return w
+
+
+@triton.jit
+def narrowed(w, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """float32 rounded to TYPE, to even. The interpreter would cut a bfloat16 off."""
+    if INTERPRETED and TYPE == tl.bfloat16:
+        bits = w.to(tl.uint32, bitcast=True)
+        even = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        w = tl.where(w == w, even, w)
+    return w.to(TYPE)
+
+
+@triton.jit
+def dequantize_kernel(
+    words, scales, biases, factors, out, units: tl.int64, units_per_matrix: tl.int64,
+    FORMAT: tl.constexpr, TYPE: tl.constexpr, FACTOR: tl.constexpr, ONCE: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Units of a flat stream. Rounded to TYPE after every step, as mlx does, or at the end only (ONCE)."""
+    UNIT: tl.constexpr = FORMAT.unit
+    unit = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = unit < units
+    q = codes(words, unit * FORMAT.words, inside, FORMAT)
+    group = unit // (FORMAT.group // UNIT)
+    s = group_values(scales, group, inside, FORMAT)
+    if FACTOR:
+        s *= tl.div_rn(tl.load(factors + unit // units_per_matrix, inside, other=0.0), FORMAT.factor)
+    elif not ONCE:
+        s = narrowed(s, TYPE, INTERPRETED).to(tl.float32)
+    w = values(q, FORMAT).reshape(BLOCK, UNIT) * s[:, None]
+    if FORMAT.mode == "affine":
+        b = group_values(biases, group, inside, FORMAT)
+        if not ONCE:
+            w, b = narrowed(w, TYPE, INTERPRETED).to(tl.float32), narrowed(b, TYPE, INTERPRETED).to(tl.float32)
+        w += b[:, None]
+    at = tl.program_id(0).to(tl.int64) * (BLOCK * UNIT) + tl.arange(0, BLOCK * UNIT)
+    tl.store(out + at, narrowed(w, TYPE, INTERPRETED).reshape(BLOCK * UNIT), at < units * UNIT)
+
+
+# 2026-11-15, H200: units of one thread, and warps.
+THREAD_UNITS, WARPS = 1, 8
+
+
+def dequantized(p, dtype, out, once, thread_units=THREAD_UNITS, warps=WARPS):
+    """Fill the contiguous `out` with p's weights, rounded once or as the op promises."""
+    given = operand(p)
+    form, factor = given.format, p.global_scale
+    words, scales, biases = (t.contiguous() for t in given.operand[:3])
+    units, block = out.numel() // form.unit, 32 * warps * thread_units
+    each = units if factor is None or factor.numel() == 1 else units // factor.numel()
+    dequantize_kernel[(triton.cdiv(units, block),)](
+        words, scales, biases, given.operand[3], out, units, each,
+        FORMAT=form, TYPE=TYPES[dtype], FACTOR=factor is not None, ONCE=once, INTERPRETED=INTERPRETED, BLOCK=block,
+        num_warps=warps, enable_fp_fusion=once,
+    )  # fmt: skip
+    return out
+
+
+def dequantize(p, dtype=torch.float32, *, out=None):
+    whole = out if out is not None and out.is_contiguous() else torch.empty(p.shape, dtype=dtype, device=p.device)
+    if whole.numel():
+        dequantized(p, dtype, whole, once=False)
+    return whole if out is None or whole is out else out.copy_(whole)
+
+
+class Format(NamedTuple):
+    """What a kernel is compiled for: how a matrix is coded and where it lies."""
+
+    mode: str  # dense, or a Packed's
+    bits: int = 16
+    group: int = 1
+    unit: int = 1  # codes of a unit, and its words
+    words: int = 1
+    scale_type: tl.dtype = tl.uint8
+    apart: bool = False  # matrices that lie apart: addresses stand for pointers
+    aligned: bool = True  # words and scales can be loaded whole
+    wide: bool = True  # and every matrix begins at 16 bytes
+    factor: float = NV_RANGE
+
+
+class Operand(NamedTuple):
+    """A stack of matrices [E, N, K] for a kernel."""
+
+    operand: tuple  # words, scales, biases, global scales; the steps of words, of scales and of global scales
+    format: Format
+    scaled: bool  # by a global scale
+
+
+def operand(w):
+    """Any projection: a Packed or a dense stack with any leading axes, or matrices that lie apart. Nothing is copied
+    unless the inside of its rows is strided."""
+    N, K = w.shape[-2:]
+    if not hasattr(w, "bits"):
+        dense = w.reshape(-1, N, K)
+        dense = dense if dense.stride(-1) == 1 else dense.contiguous()
+        return Operand((dense, dense, dense, dense, dense.stride(0), dense.stride(1), 0, 0, 0), Format("dense"), False)
+    unit, count = unit_of(w.bits)
+    form = Format(w.mode, w.bits, w.group, unit, count, TYPES.get(w.scale_dtype, tl.uint8))
+    if hasattr(w, "addresses"):
+        places = w.addresses.to(w.device)
+        aligned, wide = alignment(w)
+        form = form._replace(apart=True, aligned=aligned, wide=wide)
+        return Operand((*places, places, 0, K * w.bits // 32, 0, K // w.group, 0), form, False)
+    words = w.words.view(torch.int32).reshape(-1, N, K * w.bits // 32)
+    scales = w.scales.reshape(-1, N, K // w.group)
+    biases = scales if w.biases is None else w.biases.reshape(scales.shape)
+    if words.stride(2) != 1:
+        words = words.contiguous()
+    if scales.stride(2) != 1 or biases.stride() != scales.stride():
+        scales, biases = scales.contiguous(), biases.contiguous()
+    factors = scales if w.global_scale is None else w.global_scale.reshape(-1).contiguous()
+    steps = (*words.stride()[:2], *scales.stride()[:2], int(w.global_scale is not None and factors.numel() > 1))
+    return Operand((words, scales, biases, factors, *steps), form, w.global_scale is not None)
+
+
+def alignment(w):
+    """Of matrices that lie apart: can words and scales be loaded whole, and do all begin at 16 bytes?"""
+    words = scales = 0
+    for t in w.words:
+        words |= t.data_ptr()
+    for t in (*w.scales, *w.biases):
+        scales |= t.data_ptr()
+    return words % 4 == 0 and scales % w.scale_dtype.itemsize == 0, (words | scales) % 16 == 0

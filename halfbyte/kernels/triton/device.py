@@ -1,0 +1,46 @@
+"""What launch sizes are chosen by: properties of the device that the tensors live on."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class Facts(NamedTuple):
+    """One device, as far as launch sizes depend on it."""
+
+    capability: int  # 90 is Hopper; 0 where it is not NVIDIA's
+    processors: int
+    shared: int  # bytes of shared memory that one program may have
+
+
+# Bytes of shared memory a program may ask for, by compute capability; read from the CUDA programming guide.
+SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+H200 = Facts(90, 132, 232448)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("0", "", "false", "off")
+_pretended: Facts | None = None
+
+
+def facts(device: torch.device) -> Facts:
+    """Of a GPU; of an H200 for CPU tensors (the interpreter) unless a test pretends another."""
+    if _pretended is not None:
+        return _pretended
+    return _read(device.index or 0) if device.type == "cuda" else H200
+
+
+def pretend(other: Facts | None) -> None:
+    """Choose launch sizes as if on another device, so that they can be compiled for it without one."""
+    global _pretended
+    _pretended = other
+
+
+@cache
+def _read(index: int) -> Facts:
+    properties = torch.cuda.get_device_properties(index)
+    capability = 0 if torch.version.hip else properties.major * 10 + properties.minor
+    shared = getattr(properties, "shared_memory_per_block_optin", 65536)
+    return Facts(capability, properties.multi_processor_count, shared)

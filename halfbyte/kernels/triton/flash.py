@@ -1,0 +1,276 @@
+"""Softmax over tiles of cached positions, and the joining of its parts: the device code of attention.
+
+A row is one (token, query head) pair; the rows of all query heads that share a kv head stand together, heads first, so
+every tile of keys and values is read once for all of them. Tiles walk the positions upward with a running peak and sum
+(online softmax), in powers of two: scores are q . k times `scale`, which is positive and has log2(e) in it; a soft cap
+is tanh(q . k inner) times a scale. Sixteen-bit inputs of one dtype go to the tensor cores; all others are widened to
+float32 and multiplied as IEEE says.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NOTHING = tl.constexpr(float("-inf"))
+JOINED = 16  # splits that `merge_splits` adds side by side
+
+
+@triton.jit
+def tanh(u):
+    """An odd polynomial below 0.625 (Cephes), 1 - 2 / (1 + e^2u) above: both to about a unit in the last place."""
+    square = u * u
+    series = -5.70498872745e-3 * square + 2.06390887954e-2
+    series = series * square - 5.37397155531e-2
+    series = series * square + 1.33314422036e-1
+    series = series * square - 3.33332819422e-1
+    small = series * square * u + u
+    return tl.where(tl.abs(u) < 0.625, small, 1.0 - 2.0 / (1.0 + tl.exp(2.0 * u)))
+
+
+@triton.jit
+def request_of(b, lengths, slots, S, RING: tl.constexpr):
+    """(length, slot) of request b. A length beyond the cache is a ring's; a line has no rows there to read."""
+    length = S if lengths is None else tl.load(lengths + b).to(tl.int32)
+    slot = b if slots is None else tl.load(slots + b).to(tl.int64)
+    return length if RING else tl.minimum(length, S), slot
+
+
+@triton.jit
+def seen_by(token, length, L, S, window, CAUSAL: tl.constexpr, RING: tl.constexpr):
+    """The positions low .. high that a query token sees. With a window, the cache may be a ring of its last S."""
+    place = length - L + token
+    low = tl.maximum(tl.maximum(length - S, place - window + 1), 0) if RING else 0 * place
+    high = place + 1 if CAUSAL else length + 0 * place
+    return low, tl.where(place < 0, 0, high)
+
+
+@triton.jit
+def load_tile(
+    base, strides, positions, inside, S, SIZE: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows [positions, SIZE] of one kv head. What no query sees may hold anything, and 0 times NaN is NaN: not read."""
+    rows = (positions % S if RING else positions).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    at = base + rows[:, None] * strides[1] + column[None, :] * strides[3]
+    if MASKED:
+        return tl.load(at, mask=inside[:, None] & (column < SIZE)[None, :], other=0.0)
+    elif BLOCK != SIZE:
+        return tl.load(at, mask=(column < SIZE)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def attend_tile(
+    q, state, k, v, k_strides, v_strides, first, near, far, low, high, S, scale, inner,
+    D: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """The running state (peak, weight, sums) of all rows after one more tile of positions.
+
+    Of a MASKED tile the positions near .. far are read, and row r sees low[r] .. high[r]; all rows see all of another.
+    EXACT weights keep what their rounding for the tensor cores drops, as a second term.
+    """
+    peak, weight, sums = state
+    positions = first + tl.arange(0, BLOCK_N)
+    inside = (positions >= near) & (positions < far)
+    keys = load_tile(k, k_strides, positions, inside, S, D, RING, MASKED, BLOCK_D).to(DOT)
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+    if inner is not None:
+        scores = tanh(scores * inner)
+    if MASKED:
+        seen = inside[None, :] & (positions[None, :] >= low[:, None]) & (positions[None, :] < high[:, None])
+        scores = tl.where(seen, scores, NOTHING)
+    top = tl.maximum(peak, tl.max(scores, 1) * scale)
+    shift = tl.where(top == NOTHING, 0.0, top)
+    weights = tl.exp2(scores * scale - shift[:, None])
+    shrink = tl.exp2(peak - shift)
+    weight = weight * shrink + tl.sum(weights, 1)
+    values = load_tile(v, v_strides, positions, inside, S, DV, RING, MASKED, BLOCK_DV).to(DOT)
+    rounded = weights.to(DOT)
+    sums = tl.dot(rounded, values, sums * shrink[:, None], input_precision="ieee")
+    if EXACT and rounded.dtype != tl.float32:
+        sums = tl.dot((weights - rounded.to(tl.float32)).to(DOT), values, sums)
+    return top, weight, sums
+
+
+@triton.jit
+def no_state(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """The state before the first tile."""
+    peak = tl.full([BLOCK_M], NOTHING, tl.float32)
+    return peak, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+
+
+@triton.jit
+def finished(state):
+    """The weighted mean of a state and the base-2 logarithm of its sum of weights; zeros and -inf of nothing."""
+    peak, weight, sums = state
+    return sums / tl.where(weight == 0.0, 1.0, weight)[:, None], peak + tl.log2(weight)
+
+
+@triton.jit
+def store_mean(o, o_strides, lse, lse_strides, b, token, head, state, is_row, DV, BLOCK_DV: tl.constexpr):
+    """A finished state to its rows of the results; lse in natural logarithms, where it is asked."""
+    mean, log = finished(state)
+    token, head, column = token.to(tl.int64), head.to(tl.int64), tl.arange(0, BLOCK_DV)
+    at = o + b * o_strides[0] + token * o_strides[1] + head * o_strides[2]
+    mask = is_row[:, None] & (column < DV)[None, :]
+    tl.store(at[:, None] + column[None, :] * o_strides[3], mean.to(o.dtype.element_ty), mask=mask)
+    if lse is not None:
+        tl.store(lse + b * lse_strides[0] + token * lse_strides[1] + head * lse_strides[2], log * LN2, mask=is_row)
+
+
+@triton.jit
+def load_queries(q, strides, b, token, head, is_row, D, BLOCK_D: tl.constexpr, DOT: tl.constexpr):
+    column = tl.arange(0, BLOCK_D)
+    at = q + b * strides[0] + token.to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
+    mask = is_row[:, None] & (column < D)[None, :]
+    return tl.load(at[:, None] + column[None, :] * strides[3], mask=mask, other=0.0).to(DOT)
+
+
+@triton.jit(do_not_specialize=["L", "S", "window", "tiles", "workers", "splits"])
+def attend_splits_kernel(
+    q, k, v, lengths, slots, means, logs, L, H, G, S, scale, inner, window, tiles, workers, splits,
+    q_strides, k_strides, v_strides,
+    D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr,
+    MOST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """Few rows, many positions: one tile of rows against a run of chunks, each of which leaves its own mean and log.
+
+    The chunks follow from the request's length alone; how many workers share them does not change a bit.
+    """
+    task = tl.program_id(0)
+    worker = task % workers
+    g = (task // workers % G).to(tl.int64)
+    tile = task // workers // G % tiles
+    b = (task // workers // G // tiles).to(tl.int64)
+    length, slot = request_of(b, lengths, slots, S, RING)
+    group = H // G
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token, head = row // group, g * group + row % group
+    is_row = token < L
+    low, high = seen_by(token, length, L, S, window, CAUSAL, RING)
+    near, _ = seen_by(0, length, L, S, window, False, RING)
+    # Chunks are whole CHUNKs, larger where there would be more than MOST.
+    chunk = CHUNK * tl.maximum(tl.cdiv(tl.cdiv(length - near, MOST), CHUNK), 1)
+    chunks = tl.cdiv(tl.maximum(length - near, 0), chunk)
+    line = ((b * L + token) * H + head) * splits
+    if worker == workers - 1:
+        absent = tl.arange(0, MOST)[None, :]
+        mask = is_row[:, None] & (absent >= chunks) & (absent < splits)
+        tl.store(logs + line[:, None] + absent, tl.full([BLOCK_M, MOST], NOTHING, tl.float32), mask=mask)
+    chunk_from, chunk_to = worker * chunks // workers, (worker + 1) * chunks // workers
+    queries = load_queries(q, q_strides, b, token, head, is_row, D, BLOCK_D, DOT)
+    k += slot * k_strides[0] + g * k_strides[2]
+    v += slot * v_strides[0] + g * v_strides[2]
+    column = tl.arange(0, BLOCK_DV)
+    state = no_state(BLOCK_M, BLOCK_DV)
+    stop = tl.minimum(near + chunk_to * chunk, length)
+    for first in tl.range(near + chunk_from * chunk, stop, BLOCK_N):
+        state = attend_tile(
+            queries, state, k, v, k_strides, v_strides, first, near, length, low, high, S, scale, inner,
+            D, DV, RING, True, True, BLOCK_N, BLOCK_D, BLOCK_DV, DOT,
+        )  # fmt: skip
+        done = first + BLOCK_N - near
+        if (done % chunk == 0) | (first + BLOCK_N >= stop):
+            mean, log = finished(state)
+            at = line + (done - 1) // chunk
+            tl.store(means + at[:, None] * DV + column[None, :], mean, mask=is_row[:, None] & (column < DV)[None, :])
+            tl.store(logs + at, log, mask=is_row)
+            state = no_state(BLOCK_M, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=["L", "splits"])
+def merge_splits_kernel(
+    means, logs, o, lse, L, H, DV, splits, o_strides, lse_strides,
+    BLOCK_SPLITS: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one row: the splits' means, each weighted by its sum of weights. Always in the same order."""
+    row = tl.program_id(0).to(tl.int64)
+    b, token, head = row // H // L, row // H % L, row % H
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    split = tl.arange(0, BLOCK_SPLITS)
+    top = tl.max(tl.load(logs + row * splits + split, mask=split < splits, other=NOTHING), 0)
+    shift = tl.where(top == NOTHING, 0.0, top)
+    weight, sums = tl.zeros([JOINED], tl.float32), tl.zeros([JOINED, BLOCK], tl.float32)
+    for first in tl.static_range(0, BLOCK_SPLITS, JOINED):
+        split = first + tl.arange(0, JOINED)
+        log = tl.load(logs + row * splits + split, mask=split < splits, other=NOTHING)
+        # The means of absent splits were never written.
+        mask = (log != NOTHING)[:, None] & (column < DV)[None, :]
+        mean = tl.load(means + (row * splits + split)[:, None] * DV + column[None, :], mask=mask, other=0.0)
+        weights = tl.exp2(log - shift)
+        weight += weights
+        sums += weights[:, None] * mean
+    total = tl.sum(weight, 0)
+    joined = tl.sum(sums, 0) / tl.where(total == 0.0, 1.0, total)
+    at = o + b * o_strides[0] + token * o_strides[1] + head * o_strides[2]
+    tl.store(at + column * o_strides[3], joined.to(o.dtype.element_ty), mask=column < DV)
+    if lse is not None and tl.program_id(1) == 0:
+        at = lse + b * lse_strides[0] + token * lse_strides[1] + head * lse_strides[2]
+        tl.store(at, (shift + tl.log2(total)) * LN2)
+
+
+def merge_splits(means, logs, o, lse):
+    """o [B, L, H, DV] and lse [B, L, H] (or None) from means [B L H, splits, DV] and base-2 logs [B L H, splits].
+
+    A split whose log is -inf holds nothing: its mean is not read.
+    """
+    (_, L, H, DV), splits = o.shape, logs.shape[1]
+    block = min(64, triton.next_power_of_2(DV))
+    merge_splits_kernel[(logs.shape[0], triton.cdiv(DV, block))](
+        means, logs, o, lse, L, H, DV, splits, o.stride(), None if lse is None else lse.stride(),
+        BLOCK_SPLITS=max(JOINED, triton.next_power_of_2(splits)), BLOCK=block, JOINED=JOINED, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["L", "S", "window", "tiles"])
+def attend_rows_kernel(
+    q, k, v, lengths, slots, o, lse, L, H, G, S, scale, inner, window, tiles,
+    q_strides, k_strides, v_strides, o_strides, lse_strides,
+    D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, RING: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Many rows: one tile of them against all positions that they see. Only the ends of that range are masked."""
+    # Late tokens see most: their tiles start first.
+    shared = tl.num_programs(0) // tiles
+    tile = tiles - 1 - tl.program_id(0) // shared
+    g = (tl.program_id(0) % shared % G).to(tl.int64)
+    b = (tl.program_id(0) % shared // G).to(tl.int64)
+    length, slot = request_of(b, lengths, slots, S, RING)
+    group = H // G
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token, head = row // group, g * group + row % group
+    is_row = token < L
+    low, high = seen_by(token, length, L, S, window, CAUSAL, RING)
+    near, all_to = seen_by(tile * BLOCK_M // group, length, L, S, window, CAUSAL, RING)
+    last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, L - 1)
+    all_from, far = seen_by(last_token, length, L, S, window, CAUSAL, RING)
+    queries = load_queries(q, q_strides, b, token, head, is_row, D, BLOCK_D, DOT)
+    k += slot * k_strides[0] + g * k_strides[2]
+    v += slot * v_strides[0] + g * v_strides[2]
+    # Tiles lie on absolute positions, so a row's sums do not depend on the rows beside it.
+    start = near // BLOCK_N * BLOCK_N
+    whole_from = tl.minimum(tl.cdiv(all_from, BLOCK_N) * BLOCK_N, tl.maximum(far, start))
+    whole_to = tl.maximum(all_to // BLOCK_N * BLOCK_N, whole_from)
+    state = no_state(BLOCK_M, BLOCK_DV)
+    if RING:
+        for first in tl.range(start, whole_from, BLOCK_N):
+            state = attend_tile(
+                queries, state, k, v, k_strides, v_strides, first, near, far, low, high, S, scale, inner,
+                D, DV, RING, True, False, BLOCK_N, BLOCK_D, BLOCK_DV, DOT,
+            )  # fmt: skip
+    for first in tl.range(whole_from, whole_to, BLOCK_N):
+        state = attend_tile(
+            queries, state, k, v, k_strides, v_strides, first, near, far, low, high, S, scale, inner,
+            D, DV, RING, False, False, BLOCK_N, BLOCK_D, BLOCK_DV, DOT,
+        )  # fmt: skip
+    for first in tl.range(whole_to, far, BLOCK_N):
+        state = attend_tile(
+            queries, state, k, v, k_strides, v_strides, first, near, far, low, high, S, scale, inner,
+            D, DV, RING, True, False, BLOCK_N, BLOCK_D, BLOCK_DV, DOT,
+        )  # fmt: skip
+    store_mean(o, o_strides, lse, lse_strides, b, token, head, state, is_row, DV, BLOCK_DV)
