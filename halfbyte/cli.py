@@ -62,14 +62,13 @@ def bench_ops(args: argparse.Namespace) -> int:
 
 def check_ops(args: argparse.Namespace, cases: list[Any]) -> int:
     """Every case, not only the serving ones, and every golden vector: prints what is wrong, times nothing."""
-    from .ops.dispatch import LANGUAGE_OF
     from .proof import cases as proved
     from .proof import goldens
 
     start, results = time.perf_counter(), []
     for kind, problems in (
         ("cases in float32 and bfloat16", proved(cases, args.device, progress)),
-        ("golden files", goldens(LANGUAGE_OF[args.device], progress) if args.op is None else ()),
+        ("golden files", goldens(args.device, progress) if args.op is None else ()),
     ):
         count = wrong = 0
         for problem in problems:

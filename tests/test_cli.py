@@ -8,9 +8,11 @@ import sys
 import time
 
 import pytest
+import torch
 
 from halfbyte import __version__, listing
 from halfbyte.cli import main
+from halfbyte.ops import dispatch
 
 COMMAND = [sys.executable, "-m", "halfbyte"]
 
@@ -60,7 +62,7 @@ def test_ops_prints_the_matrix(capsys):
     assert {line for line in lines if not line.startswith(" ")} == {op.family for op in listing.ops()}
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith(" ")}
     assert rows.keys() == {op.name for op in listing.ops()}
-    assert rows["rms_norm"][:4] == ["yes", "yes", "-", "-"]
+    assert rows["rms_norm"][:4] == ["yes", "yes", "yes", "-"]
     assert all(int(row[4]) > int(row[5]) > 0 for row in rows.values())
 
 
@@ -72,6 +74,11 @@ def test_ops_prints_the_matrix(capsys):
         (["bench"], "the following arguments are required: what"),
         (["bench", "ops", "--op", "nothing"], "no serving case of 'nothing'; ops are"),
         (["bench", "ops", "--device", "toaster"], "invalid choice: 'toaster'"),
+        pytest.param(
+            ["bench", "ops", "--device", "cuda"],
+            "torch finds no CUDA GPU here; --device cpu runs anywhere",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         (["bench", "ops", "--seconds", "0"], "must be above 0, got 0"),
         (["bench", "ops", "--seconds", "nan"], "must be above 0, got nan"),
         (["bench", "ops", "--seconds", "soon"], "invalid positive value: 'soon'"),
@@ -95,6 +102,27 @@ def test_bench_of_one_case_prints_json():
     assert row["op"] == "softcap"
     assert row["language"] == "numba"
     assert row["wrong"] is False
+
+
+def test_check_counts_what_it_checked(capsys):
+    assert main(["bench", "ops", "--check", "--op", "softcap"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("cpu: ") and "cases in float32 and bfloat16, 0 wrong" in said
+
+
+def test_check_of_a_wrong_kernel_fails(capsys, monkeypatch):
+    from halfbyte.kernels.numba import rowwise
+
+    monkeypatch.setattr(rowwise, "softcap", lambda x, cap, *, out=None: x * 1.01)
+    dispatch.find.cache_clear()
+    try:
+        assert main(["bench", "ops", "--check", "--op", "softcap", "--json"]) == 1
+    finally:
+        monkeypatch.undo()
+        dispatch.find.cache_clear()
+    said = capsys.readouterr()
+    assert "softcap[" in said.err and "WRONG: error ratio float32" in said.err
+    assert json.loads(said.out)["results"][0]["wrong"] > 0
 
 
 def test_interrupt_exits_130_quietly():

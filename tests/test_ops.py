@@ -1,4 +1,4 @@
-"""Every case of every op: the kernel is as accurate as its torch body, in float32 and in a narrower type, and it did run.
+"""Every case of every op: the kernel is as accurate as its torch body, in float32 and in a narrower type, and it ran.
 
 Triton's kernels run on a GPU where there is one, else in Triton's interpreter: there not at the serving shapes, which
 would take minutes each, and in float16, since the interpreter truncates what it stores as bfloat16.

@@ -155,6 +155,7 @@ CASES = [
     attend(1, 256, 16, 8, 256, 1024, window=512, lengths=(5000,), serving=True),
     attend(2, 2, 4, 2, 12, 90, scale=-0.7, return_lse=True),
     attend(1, 130, 4, 2, 80, 400, lengths=(333,), return_lse=True),
+    attend(1, 70, 2, 2, 16, 2100, lengths=(2060,), return_lse=True),
     attend(2, 90, 4, 2, 24, 200, Dv=40, lengths=(700, 140), window=50, return_lse=True),
     attend(1, 100, 4, 4, 40, 150, lengths=(60,), causal=False, softcap=8.0),
     attend(1, 1, 16, 2, 256, 1024, serving=True, only="cuda"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ..check import tensors
 from ..ops.experts import Experts, Projection, Scattered, expert_mlp, expert_qmm
 from ..ops.formats import Packed
 from .case import Case, Random
-from .quant import Weight, affine, dense, small_float
+from .quant import Weight, affine, dense, large_affine, small_float
 
 
 def stacked(random: Random, weight: Weight, E: int, N: int, K: int) -> Projection:
@@ -50,13 +51,38 @@ def in_separate_buffers(random: Random, weight: Weight, E: int, N: int, K: int) 
     return Scattered.at_bytes(blobs, offsets, (N, K), w.bits, w.group, w.mode, w.scale_dtype)
 
 
-FORMS = {"stacked": stacked, "one-buffer": in_one_buffer, "separate": in_separate_buffers}
+def beside_a_shared(random: Random, weight: Weight, E: int, N: int, K: int) -> Projection:
+    """A stack of E - 1 experts, and the last one in buffers of its own: a shared expert is called with the others."""
+    stack, own = weight(random, (E - 1, N, K)), weight(random, (1, N, K))
+    assert isinstance(stack, Packed) and isinstance(own, Packed)
+
+    def parts(name: str) -> tuple[Tensor, ...]:
+        each = (getattr(w, name) for w in (stack, own))
+        return tuple(row for t in each for row in t.view(torch.uint8).reshape(len(t), -1))
+
+    words, scales, biases = (parts(name) for name in ("words", "scales", "biases"))
+    return Scattered(words, scales, biases, N, K, stack.bits, stack.group, stack.mode, stack.scale_dtype)
+
+
+FORMS = {
+    "stacked": stacked,
+    "one-buffer": in_one_buffer,
+    "separate": in_separate_buffers,
+    "shared": beside_a_shared,
+}
 
 
 def distinct_ids(random: Random, T: int, A: int, E: int) -> Tensor:
     """A choices a token, different from each other."""
-    order = torch.stack([torch.randperm(E, generator=random.generator) for _ in range(T)]) if T else torch.empty(0, E)
-    return order[:, :A].int()
+    return random.normal(T, E).argsort(-1)[:, :A].int()
+
+
+def ids_for(form: str, random: Random, T: int, A: int, E: int) -> Tensor:
+    """As `distinct_ids`; where the last expert is a shared one, it is everybody's last choice."""
+    if form != "shared":
+        return distinct_ids(random, T, A, E)
+    shared = torch.full((T, 1), E - 1, dtype=torch.int32, device=random.device)
+    return torch.cat([distinct_ids(random, T, A - 1, E - 1), shared], 1)
 
 
 def touched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -66,6 +92,11 @@ def touched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     held = sum(int(t.nbytes) for t in tensors(parts))
     share = int(ids.unique().numel()) / parts[0].shape[0]
     return int(held * share + x.nbytes + ids.numel() * parts[-1].shape[1] * x.element_size())
+
+
+def arithmetic(T: int, flops: float) -> Callable[[tuple[Any, ...], dict[str, Any]], float] | None:
+    """What sets the floor of many tokens; few tokens wait for the weights."""
+    return (lambda *_: flops) if T >= 512 else None
 
 
 def project(
@@ -80,14 +111,15 @@ def project(
     form: str = "stacked",
     own: bool = False,
     serving: bool = False,
+    only: str | None = None,
 ) -> Case:
     def build(random: Random, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         w = FORMS[form](random, weight, E, N, K)
         x = random.normal(*((T, A, K) if own else (T, K)), dtype=dtype)
-        return (x, distinct_ids(random, T, A, E), w), {}
+        return (x, ids_for(form, random, T, A, E), w), {}
 
     said = f"{T}x{A}-of-{E}x{N}x{K}-{name}-{form}{'-own' if own else ''}"
-    return Case(expert_qmm, said, build, serving, touched=touched)
+    return Case(expert_qmm, said, build, serving, touched=touched, flops=arithmetic(T, 2.0 * T * A * N * K), only=only)
 
 
 def network(
@@ -104,17 +136,18 @@ def network(
     own: bool = False,
     strided: bool = False,
     serving: bool = False,
+    only: str | None = None,
 ) -> Case:
     def build(random: Random, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         make = random.strided if strided else random.normal
         x = make(*((T, A, H) if own else (T, H)), dtype=dtype)
         shapes = ((E, I, H), (E, I, H), (E, H, I))
         experts = Experts(*(FORMS[form](random, weight, *shape) for shape in shapes))
-        return (x, distinct_ids(random, T, A, E), experts, activation), {}
+        return (x, ids_for(form, random, T, A, E), experts, activation), {}
 
     said = f"{T}x{A}-of-{E}x{I}x{H}-{name}-{form}-{activation}"
     said += ("-own" if own else "") + ("-strided" if strided else "")
-    return Case(expert_mlp, said, build, serving, touched=touched)
+    return Case(expert_mlp, said, build, serving, touched=touched, flops=arithmetic(T, 6.0 * T * A * I * H), only=only)
 
 
 CASES = [
@@ -137,4 +170,16 @@ CASES = [
     network(1, 8, 16, 512, 2048, weight=affine(), name="4bit", serving=True),
     network(64, 8, 16, 512, 1024, weight=affine(), name="4bit", serving=True),
     network(1, 1, 1, 512, 2048, weight=affine(), name="4bit-shared", serving=True),
+    project(45, 3, 7, 70, 160, weight=affine(4, 32, torch.float16), name="4bit-f16"),
+    project(40, 2, 5, 33, 96, weight=affine(5, 32), name="5bit"),
+    project(50, 2, 3, 65, 128, weight=dense(torch.float16), name="f16"),
+    network(40, 2, 5, 64, 96, weight=affine(3, 32), name="3bit", activation="gelu_tanh", own=True),
+    network(37, 3, 6, 128, 64, weight=affine(), name="4bit", form="shared"),
+    project(2048, 8, 256, 512, 2048, weight=large_affine, name="4bit", serving=True, only="cuda"),
+    network(1, 8, 256, 512, 2048, weight=large_affine, name="4bit", serving=True, only="cuda"),
+    network(1, 9, 257, 512, 2048, weight=large_affine, name="4bit", form="shared", serving=True, only="cuda"),
+    network(1, 1, 1, 512, 2048, weight=large_affine, name="4bit", serving=True, only="cuda"),
+    network(8, 8, 256, 512, 2048, weight=large_affine, name="4bit", serving=True, only="cuda"),
+    network(64, 8, 256, 512, 2048, weight=large_affine, name="4bit", serving=True, only="cuda"),
+    network(2048, 8, 256, 512, 2048, weight=large_affine, name="4bit", serving=True, only="cuda"),
 ]

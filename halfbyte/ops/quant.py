@@ -47,7 +47,7 @@ def quantize(
     require(w.ndim >= 2 and w.shape[-1] > 0, "quantize", "w", "[..., N, K] with K > 0", w)
     require(w.shape[-1] % group == 0, "quantize", "w", f"[..., N, K] with K a multiple of the group {group}", w)
     require(global_scale is None or mode == "nvfp4", "quantize", "global_scale", "absent outside nvfp4", mode)
-    require(bool(torch.isfinite(w).all()), "quantize", "w", "finite: it has NaN or infinite values", w)
+    require(w.is_meta or bool(torch.isfinite(w).all()), "quantize", "w", "finite: it has NaN or infinite values", w)
     if global_scale is not None:
         global_scale = torch.as_tensor(global_scale, dtype=torch.float32, device=w.device)
     if found := kernel("quant", "quantize", w):

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .device import facts
-from .flash import attend_rows_kernel, attend_splits_kernel, merge_splits
+from .flash import attend_rows_kernel, attend_splits_kernel, merge_splits, overlap
 from .latent import latent_attention as latent_attention
 
 LOG2E = math.log2(math.e)
@@ -20,9 +20,9 @@ SMALLEST = 1e-30
 DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 FEW = 64  # rows of a kv head up to which its positions are split
-CHUNK = 64  # positions of the shortest chunk
-MOST_CHUNKS = 128  # of one request: beyond that they grow
-RESIDENT = 2  # programs of attend_splits_kernel that share a processor
+CHUNK, SHORT, MOST = 64, 32, 64  # the chunks of attend_splits_kernel
+LONG = 512  # positions that a split of attend_rows_kernel is worth
+RESIDENT = 1  # programs of attend_splits_kernel that share a processor
 
 
 def split_sizes(rows, wide, narrow, device):
@@ -32,21 +32,18 @@ def split_sizes(rows, wide, narrow, device):
         return 16, 16, 4, 1
     if wide > 256 or device.shared < 110000:
         return block_m, 16 if wide > 256 else 32, 4, 2
-    return block_m, 32, 4, 3
+    return block_m, 64, 8, 3
 
 
 def row_sizes(rows, wide, narrow, device):
-    """(BLOCK_M, BLOCK_N, warps, stages) for many rows, counted over all kv heads of all requests.
-
-    BLOCK_N alone shapes a row's sums, so it does not depend on the number of rows.
-    """
+    """(BLOCK_M, BLOCK_N, warps, stages) for many rows."""
     if not narrow:
         return 32, 16, 8, 1
     if device.shared < 110000:
         return 64, 16 if wide > 256 else 32, 8, 2 if wide <= 128 else 1
     if wide > 256:
         return 64, 32, 8, 2
-    return (128, 64, 8, 2) if rows > 64 * device.processors else (64, 64, 4, 2)
+    return 128, 64, 8, 2
 
 
 def attention(
@@ -65,34 +62,38 @@ def attention(
         # The largest score is found before scaling, so the sign goes to q; a scale of 0 weighs all alike, as SMALLEST.
         q, scale, inner = q if scale >= 0 else -q, max(abs(scale) * LOG2E, SMALLEST), None
     rows, device = L * (H // G), facts(q.device)
+    seen = S if window is None else min(S, window + L - 1)
     narrow = q.dtype.itemsize == 2 and q.dtype == k.dtype == v.dtype
     block_d, block_dv = (max(16, triton.next_power_of_2(size)) for size in (D, DV))
-    shape = {
-        "D": D, "DV": DV, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "CAUSAL": causal, "RING": window is not None,
-        "DOT": DOTS[q.dtype if narrow else torch.float32],
-    }  # fmt: skip
-    if rows <= FEW:
-        block_m, block_n, warps, stages = split_sizes(rows, max(block_d, block_dv), narrow, device)
-        tiles = triton.cdiv(rows, block_m)
-        seen = S if window is None else min(S, window + L - 1)
-        splits = min(MOST_CHUNKS, triton.cdiv(seen, CHUNK))
-        workers = min(splits, max(1, RESIDENT * device.processors // (B * G * tiles)))
+    few = rows <= FEW
+    block_m, block_n, warps, stages = (split_sizes if few else row_sizes)(rows, max(block_d, block_dv), narrow, device)
+    tiles = triton.cdiv(rows, block_m)
+    if few:
+        splits = min(MOST, max(min(SHORT, triton.cdiv(seen, CHUNK)), triton.cdiv(seen, 2 * CHUNK)))
+    else:
+        splits = max(1, min(device.processors // (G * tiles), seen // LONG))
+    means = logs = None
+    if few or splits > 1:
         means = torch.empty((B * L * H, splits, DV), dtype=torch.float32, device=q.device)
         logs = torch.empty((B * L * H, splits), dtype=torch.float32, device=q.device)
-        attend_splits_kernel[(B * tiles * G * workers,)](
-            q, k, v, lengths, slots, means, logs, L, H, G, S, scale, inner, window, tiles, workers, splits,
-            q.stride(), k.stride(), v.stride(), CHUNK=CHUNK, MOST=MOST_CHUNKS, BLOCK_M=block_m, BLOCK_N=block_n,
-            num_warps=warps, num_stages=stages, **shape,
+    sizes = {
+        "GROUP": H // G, "D": D, "DV": DV, "CAUSAL": causal, "RING": window is not None, "BLOCK_M": block_m,
+        "BLOCK_N": block_n, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "DOT": DOTS[q.dtype if narrow else torch.float32],
+        "num_warps": warps, "num_stages": stages,
+    }  # fmt: skip
+    if few:
+        workers = min(splits, max(1, RESIDENT * device.processors // (B * G * tiles)))
+        attend_splits_kernel[(workers, tiles, B * G)](
+            q, k, v, lengths, slots, means, logs, L, G, S, scale, inner, window, splits,
+            q.stride(), k.stride(), v.stride(), CHUNK=CHUNK, SHORT=SHORT, MOST=MOST, **sizes, **overlap(q.device),
         )  # fmt: skip
-        merge_splits(means, logs, o, lse)
     else:
-        block_m, block_n, warps, stages = row_sizes(B * G * rows, max(block_d, block_dv), narrow, device)
-        tiles = triton.cdiv(rows, block_m)
-        attend_rows_kernel[(tiles * B * G,)](
-            q, k, v, lengths, slots, o, lse, L, H, G, S, scale, inner, window, tiles,
-            q.stride(), k.stride(), v.stride(), o.stride(), None if lse is None else lse.stride(),
-            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape,
+        attend_rows_kernel[(tiles * B * G, splits)](
+            q, k, v, lengths, slots, o, lse, means, logs, L, G, S, scale, inner, window, tiles, splits,
+            q.stride(), k.stride(), v.stride(), o.stride(), None if lse is None else lse.stride(), **sizes,
         )  # fmt: skip
+    if means is not None:
+        merge_splits(means, logs, o, lse)
     return (o, lse) if return_lse else o
 
 

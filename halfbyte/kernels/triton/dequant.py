@@ -1,8 +1,8 @@
 """Quantised weights as numbers: decoding for every kernel that wants tiles of weights, and `dequantize` itself.
 
-A row is a stream of codes. It is read in units that begin and end at a word: one word of 32 / b codes where b divides 32,
-else three words (3 and 6 bits) or five (5 bits). A unit is cut in halves with shifts, and the halves are joined along a
-new last axis, until a code is left: no code ever moves to another thread. A unit never crosses a group.
+A row is a stream of codes. It is read in units that begin and end at a word: one word of 32 / b codes where b divides
+32, else three words (3 and 6 bits) or five (5 bits). A unit is cut in halves with shifts, and the halves are joined
+along a new last axis, until a code is left: no code ever moves to another thread. A unit never crosses a group.
 
 Both of `dequantize`'s streams are flat, since K is a whole number of groups: it is one pass over memory, at whose speed
 it runs.
@@ -89,15 +89,14 @@ def values(q, FORMAT: tl.constexpr):
 def group_values(scales, at, inside, FORMAT: tl.constexpr):
     """Scales or biases `at`, as the float32 they stand for."""
     if FORMAT.mode == "affine":
-        TYPE: tl.constexpr = FORMAT.scale_type
         if FORMAT.aligned:
             s = tl.load(scales + at, inside, other=0)
-        elif TYPE == tl.float32:
+        elif FORMAT.scale_type == tl.float32:
             s = word(scales, at, inside, False).to(tl.float32, bitcast=True)
         else:
             s = tl.load(scales + 2 * at, inside, other=0).to(tl.uint16)
             s |= tl.load(scales + 2 * at + 1, inside, other=0).to(tl.uint16) << 8
-            s = s.to(TYPE, bitcast=True)
+            s = s.to(FORMAT.scale_type, bitcast=True)
         s = s.to(tl.float32)
     else:
         q = tl.load(scales + at, inside, other=0)
@@ -108,7 +107,7 @@ def group_values(scales, at, inside, FORMAT: tl.constexpr):
 @triton.jit
 def matrix_of(operand, e, FORMAT: tl.constexpr):
     """Matrix e of an operand: where its words, scales and biases begin, and the steps from row to row."""
-    words, scales, biases, factors, matrix_words, row_words, matrix_scales, row_scales, factor_step = operand
+    words, scales, biases, _, matrix_words, row_words, matrix_scales, row_scales, _ = operand
     if FORMAT.apart:
         word_type: tl.constexpr = tl.int32 if FORMAT.aligned else tl.uint8
         scale_type: tl.constexpr = FORMAT.scale_type if FORMAT.aligned else tl.uint8
@@ -163,10 +162,87 @@ def weight_tile(matrix, n, inside, first, K, FORMAT: tl.constexpr, COLUMNS: tl.c
     return w
 
 
+# A word of eight 4-bit codes as four pairs of bfloat16: codes i and i + 4 in the low bits of two numbers 128, less 128.
+NIBBLES = tl.constexpr("""{
+    .reg .b32 shifted, mask, magic, one, less;
+    mov.b32 mask, 0x000F000F;
+    mov.b32 magic, 0x43004300;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 less, 0xC300C300;
+    lop3.b32 $0, $4, mask, magic, 0xEA;
+    fma.rn.bf16x2 $0, $0, one, less;
+    shr.u32 shifted, $4, 4;
+    lop3.b32 $1, shifted, mask, magic, 0xEA;
+    fma.rn.bf16x2 $1, $1, one, less;
+    shr.u32 shifted, $4, 8;
+    lop3.b32 $2, shifted, mask, magic, 0xEA;
+    fma.rn.bf16x2 $2, $2, one, less;
+    shr.u32 shifted, $4, 12;
+    lop3.b32 $3, shifted, mask, magic, 0xEA;
+    fma.rn.bf16x2 $3, $3, one, less;
+}""")
+
+
 @triton.jit
-def narrowed(w, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """float32 rounded to TYPE, to even. The interpreter would cut a bfloat16 off."""
-    if INTERPRETED and TYPE == tl.bfloat16:
+def both_halves(pair):
+    """Two bfloat16 numbers of each word, along a new axis; where both go into one register, this is no instruction."""
+    low = pair.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    high = (pair >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def codes_apart(w, CODE: tl.constexpr, FORMAT: tl.constexpr, TYPE: tl.constexpr):
+    """Codes CODE and CODE + 4 of each word, along a new axis."""
+    first, second = w >> (4 * CODE) & 15, w >> (4 * CODE + 16) & 15
+    return tl.join(values(first, FORMAT).to(TYPE), values(second, FORMAT).to(TYPE))
+
+
+@triton.jit
+def code_tile(
+    matrix, n, inside, first, FORMAT: tl.constexpr, TYPE: tl.constexpr, COLUMNS: tl.constexpr,
+    SHUFFLED: tl.constexpr, NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """TYPE [rows, COLUMNS]: what codes stand for before scaling, exactly; `first` is a multiple of COLUMNS.
+
+    SHUFFLED 4-bit codes stand in the order in which the tensor cores want them in registers, so that a thread loads
+    whole words and keeps all of their codes: see `shuffled`. NVIDIA decodes them in 11 instructions a word.
+    """
+    words, row_words = matrix[0], matrix[3]
+    ROWS: tl.constexpr = n.shape[0]
+    if SHUFFLED:
+        WORDS: tl.constexpr = COLUMNS // 8
+        w = word(words, n * row_words + first // 8 + tl.arange(0, WORDS)[None, :], inside, True)
+        if NVIDIA:
+            a, b, c, d = tl.inline_asm_elementwise(
+                NIBBLES, "=&r,=&r,=&r,=&r,r", [w], (tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True, pack=1
+            )
+            v = tl.join(tl.join(both_halves(a), both_halves(b)), tl.join(both_halves(c), both_halves(d)))
+        else:
+            a, b = codes_apart(w, 0, FORMAT, TYPE), codes_apart(w, 1, FORMAT, TYPE)
+            c, d = codes_apart(w, 2, FORMAT, TYPE), codes_apart(w, 3, FORMAT, TYPE)
+            v = tl.join(tl.join(a, b), tl.join(c, d))
+        # [rows, word, half, i % 2, i // 2]; a quarter of the words is of one thread
+        v = v.reshape(ROWS, 4, WORDS // 4, 2, 2, 2).permute(0, 2, 5, 4, 1, 3).reshape(ROWS, COLUMNS)
+    else:
+        unit = first // FORMAT.unit + tl.arange(0, COLUMNS // FORMAT.unit)[None, :]
+        q = codes(words, n * row_words + unit * FORMAT.words, inside, FORMAT)
+        v = values(q, FORMAT).to(TYPE).reshape(ROWS, COLUMNS)
+    return v
+
+
+@triton.jit
+def shuffled(x, COLUMNS: tl.constexpr):
+    """Activations [rows, COLUMNS] in the order of a shuffled code_tile's columns."""
+    ROWS: tl.constexpr = x.shape[0]
+    words = x.reshape(ROWS, 4, COLUMNS // 32, 2, 2, 2)  # thread, its words, half, i // 2, i % 2
+    return words.permute(0, 2, 4, 5, 1, 3).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def narrowed(w, TYPE: tl.constexpr, BY_HAND: tl.constexpr):
+    """float32 rounded to TYPE, to even; BY_HAND to bfloat16 in the interpreter, which would cut bits off."""
+    if BY_HAND:
         bits = w.to(tl.uint32, bitcast=True)
         even = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
         w = tl.where(w == w, even, w)
@@ -176,7 +252,7 @@ def narrowed(w, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 @triton.jit
 def dequantize_kernel(
     words, scales, biases, factors, out, units: tl.int64, units_per_matrix: tl.int64,
-    FORMAT: tl.constexpr, TYPE: tl.constexpr, FACTOR: tl.constexpr, ONCE: tl.constexpr, INTERPRETED: tl.constexpr,
+    FORMAT: tl.constexpr, TYPE: tl.constexpr, FACTOR: tl.constexpr, ONCE: tl.constexpr, BY_HAND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Units of a flat stream. Rounded to TYPE after every step, as mlx does, or at the end only (ONCE)."""
@@ -189,15 +265,15 @@ def dequantize_kernel(
     if FACTOR:
         s *= tl.div_rn(tl.load(factors + unit // units_per_matrix, inside, other=0.0), FORMAT.factor)
     elif not ONCE:
-        s = narrowed(s, TYPE, INTERPRETED).to(tl.float32)
+        s = narrowed(s, TYPE, BY_HAND).to(tl.float32)
     w = values(q, FORMAT).reshape(BLOCK, UNIT) * s[:, None]
     if FORMAT.mode == "affine":
         b = group_values(biases, group, inside, FORMAT)
         if not ONCE:
-            w, b = narrowed(w, TYPE, INTERPRETED).to(tl.float32), narrowed(b, TYPE, INTERPRETED).to(tl.float32)
+            w, b = narrowed(w, TYPE, BY_HAND).to(tl.float32), narrowed(b, TYPE, BY_HAND).to(tl.float32)
         w += b[:, None]
     at = tl.program_id(0).to(tl.int64) * (BLOCK * UNIT) + tl.arange(0, BLOCK * UNIT)
-    tl.store(out + at, narrowed(w, TYPE, INTERPRETED).reshape(BLOCK * UNIT), at < units * UNIT)
+    tl.store(out + at, narrowed(w, TYPE, BY_HAND).reshape(BLOCK * UNIT), at < units * UNIT)
 
 
 # 2026-11-15, H200: units of one thread, and warps.
@@ -213,8 +289,8 @@ def dequantized(p, dtype, out, once, thread_units=THREAD_UNITS, warps=WARPS):
     each = units if factor is None or factor.numel() == 1 else units // factor.numel()
     dequantize_kernel[(triton.cdiv(units, block),)](
         words, scales, biases, given.operand[3], out, units, each,
-        FORMAT=form, TYPE=TYPES[dtype], FACTOR=factor is not None, ONCE=once, INTERPRETED=INTERPRETED, BLOCK=block,
-        num_warps=warps, enable_fp_fusion=once,
+        FORMAT=form, TYPE=TYPES[dtype], FACTOR=factor is not None, ONCE=once,
+        BY_HAND=INTERPRETED and dtype == torch.bfloat16, BLOCK=block, num_warps=warps, enable_fp_fusion=once,
     )  # fmt: skip
     return out
 
@@ -234,7 +310,7 @@ class Format(NamedTuple):
     group: int = 1
     unit: int = 1  # codes of a unit, and its words
     words: int = 1
-    scale_type: tl.dtype = tl.uint8
+    scale_type: tl.dtype = tl.uint8  # of dense weights, their own
     apart: bool = False  # matrices that lie apart: addresses stand for pointers
     aligned: bool = True  # words and scales can be loaded whole
     wide: bool = True  # and every matrix begins at 16 bytes
@@ -256,7 +332,8 @@ def operand(w):
     if not hasattr(w, "bits"):
         dense = w.reshape(-1, N, K)
         dense = dense if dense.stride(-1) == 1 else dense.contiguous()
-        return Operand((dense, dense, dense, dense, dense.stride(0), dense.stride(1), 0, 0, 0), Format("dense"), False)
+        form = Format("dense", scale_type=TYPES.get(w.dtype, tl.float64))
+        return Operand((dense, dense, dense, dense, dense.stride(0), dense.stride(1), 0, 0, 0), form, False)
     unit, count = unit_of(w.bits)
     form = Format(w.mode, w.bits, w.group, unit, count, TYPES.get(w.scale_dtype, tl.uint8))
     if hasattr(w, "addresses"):

@@ -19,27 +19,22 @@ import triton
 import triton.language as tl
 
 from . import matvec
-from .dequant import factor_of, matrix_of, operand, weight_tile
-from .device import facts
-from .gemm import multiplied, precision_of, rounded
-
-from .rowwise import ACTIVATIONS, activated
+from .dequant import factor_of, matrix_of, operand
+from .gemm import in_assembly, prepared, style_of, sums_of
+from .rowwise import ACTIVATIONS, activated, glu
 
 
 @triton.jit
-def group_pairs_kernel(
-    ids, order, tiles, pairs, choices, id_row, id_choice, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def group_pairs_kernel(ids, order, tiles, pairs, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """One program an expert: its pairs, in order, into `order`; its tiles (expert, first, end) into `tiles`."""
     expert = tl.program_id(0)
     before = tl.zeros((CHUNK,), tl.int32)
     equal = tl.zeros((CHUNK,), tl.int32)
     for at in range(0, pairs, CHUNK):
         pair = at + tl.arange(0, CHUNK)
-        place = pair.to(tl.int64) // choices * id_row + pair % choices * id_choice
-        chosen_id = tl.load(ids + place, pair < pairs, other=0x7FFFFFFF)
-        before += (chosen_id < expert).to(tl.int32)
-        equal += (chosen_id == expert).to(tl.int32)
+        mine = tl.load(ids + pair, pair < pairs, other=0x7FFFFFFF)
+        before += (mine < expert).to(tl.int32)
+        equal += (mine == expert).to(tl.int32)
     first = tl.sum(before)
     end = first + tl.sum(equal)
     room = first // BLOCK + expert
@@ -50,18 +45,16 @@ def group_pairs_kernel(
         tl.store(tiles + 3 * tile + 2, tl.minimum(end, begin + BLOCK))
     for at in range(0, pairs, CHUNK):
         pair = at + tl.arange(0, CHUNK)
-        place = pair.to(tl.int64) // choices * id_row + pair % choices * id_choice
-        mine = (tl.load(ids + place, pair < pairs, other=0x7FFFFFFF) == expert).to(tl.int32)
-        rank = tl.cumsum(mine, 0)
-        tl.store(order + first + rank - 1, pair, mine == 1)
+        mine = (tl.load(ids + pair, pair < pairs, other=0x7FFFFFFF) == expert).to(tl.int32)
+        tl.store(order + first + tl.cumsum(mine, 0) - 1, pair, mine == 1)
         first += tl.sum(mine)
 
 
 @triton.jit
 def grouped_kernel(
-    x, first_operand, second_operand, y, order, tiles, N, K, choices, x_token, x_choice,
-    FORMAT: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr, SECOND_FORMAT: tl.constexpr,
-    SECOND_FACTOR: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    x, group_sums, operand, second_operand, y, order, tiles, N, K, choices, x_token, x_choice,
+    FORMAT: tl.constexpr, FACTOR: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, OWN: tl.constexpr,
+    STYLE: tl.constexpr, EVEN: tl.constexpr, SHUFFLED: tl.constexpr, NVIDIA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y[pair] = w[expert] x[pair], or activation(gate x) . up x, for a tile of pairs of one expert."""
@@ -74,30 +67,28 @@ def grouped_kernel(
     has = slot < end
     pair = tl.load(order + slot, has, other=0).to(tl.int64)
     rows = x + (pair // choices * x_token + pair % choices * x_choice)[:, None]
-    n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-    matrix = matrix_of(first_operand, expert, FORMAT)
-    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if GATED:
-        second = matrix_of(second_operand, expert, SECOND_FORMAT)
-        others = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for at in range(0, K, BLOCK_K):
-        k = at + tl.arange(0, BLOCK_K)[None, :]
-        piece = tl.load(rows + k, has[:, None] if EVEN else has[:, None] & (k < K), other=0.0)
-        w = weight_tile(matrix, n, n < N, at, K, FORMAT, BLOCK_K, EVEN)
-        sums = multiplied(rounded(w, PRECISION), piece, sums, PRECISION)
-        if GATED:
-            w = weight_tile(second, n, n < N, at, K, SECOND_FORMAT, BLOCK_K, EVEN)
-            others = multiplied(rounded(w, PRECISION), piece, others, PRECISION)
+    group_rows = group_sums
+    if STYLE == "codes":
+        group_rows = group_sums + (pair if OWN else pair // choices)[:, None] * (2 * (K // BLOCK_K))
+    n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    matrix = matrix_of(operand, expert, FORMAT)
+    second = matrix_of(second_operand, expert, FORMAT) if GATED else matrix
+    sums, others = sums_of(
+        rows, group_rows, has[:, None], matrix, second, n, N, 0, K, K,
+        FORMAT, GATED, STYLE, EVEN, SHUFFLED, NVIDIA, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     if FACTOR:
-        sums *= factor_of(first_operand, expert, FORMAT)
+        sums *= factor_of(operand, expert, FORMAT)
     if GATED:
-        if SECOND_FACTOR:
-            others *= factor_of(second_operand, expert, SECOND_FORMAT)
-        sums = activated(sums, ACTIVATION, PRECISION == "ieee") * others
-        if PRECISION == "tf32":
-            sums = rounded(sums, PRECISION)
-    tl.store(y + pair[None, :] * N + n, sums.to(y.dtype.element_ty), (n < N) & has[None, :])
+        if FACTOR:
+            others *= factor_of(second_operand, expert, FORMAT)
+        sums = activated(sums, ACTIVATION, STYLE == "ieee") * others
+    tl.store(y + pair[None, :] * N + n[:, None], sums.to(y.dtype.element_ty), (n < N)[:, None] & has[None, :])
 
+
+BLOCK_M = 64  # pairs of a tile
+SMALL = 1 << 15  # weights of a matrix that float32 activations are multiplied with in float64
+LONG = 256  # sums over fewer inputs show that these were rounded
 
 # Pairs up to which each reads its weights alone. 2026-11-15, H200.
 ALONE = 32
@@ -106,76 +97,88 @@ ALONE = 32
 class Groups:
     """Pairs in the order of their experts, and the tiles they make."""
 
-    def __init__(self, ids, experts, block):
+    def __init__(self, ids, experts, block=BLOCK_M):
         self.pairs, self.choices, self.block = ids.numel(), ids.shape[1], block
         self.count = self.pairs // block + experts
         self.order = torch.empty(self.pairs, dtype=torch.int32, device=ids.device)
         self.tiles = torch.empty((self.count, 3), dtype=torch.int32, device=ids.device)
         chunk = min(4096, max(128, triton.next_power_of_2(self.pairs)))
         group_pairs_kernel[(experts,)](
-            ids, self.order, self.tiles, self.pairs, self.choices, *ids.stride(),
-            CHUNK=chunk, BLOCK=block, num_warps=max(1, chunk // 256),
-        )  # fmt: skip
+            ids.contiguous(),
+            self.order,
+            self.tiles,
+            self.pairs,
+            CHUNK=chunk,
+            BLOCK=block,
+            num_warps=max(1, chunk // 256),
+        )
 
 
-def sizes(precision, gated):
-    """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages. 2026-11-15, H200."""
-    if precision == "bf16":
-        return (64, 64, 128, 4, 3)
-    return (32, 32, 32, 4, 2)
+def sizes(style, group, gated):
+    """BLOCK_N, BLOCK_K, warps, stages. 2026-11-15, H200."""
+    if style == "codes":
+        return (128, group, 8, 4) if not gated else (64, group, 4, 4)
+    if style == "bf16":
+        return (64, 64, 4, 3)
+    return (32, 32, 4, 2)
 
 
-def grouped(x, steps, groups, first, second, activation, y, precision, launch):
-    """Fill y [pairs, N] from x, whose row for a pair lies at (token, choice) . steps."""
-    _, N, K = first.shape
-    block_m, block_n, block_k, warps, stages = launch
-    one, other = operand(first), operand(second if second is not None else first)
+def grouped(x, groups, w, up, activation, y, launch=None):
+    """Fill y [T, A, N] from x [T, K] or [T, A, K]."""
+    _, N, K = w.shape
+    one, other = operand(w), operand(w if up is None else up)
+    style = style_of(x, one.format)
+    block_n, block_k, warps, stages = launch or sizes(style, one.format.group, up is not None)
+    own = x.ndim == 3
+    steps, rows = (x.stride(0), x.stride(1) if own else 0), groups.pairs if own else x.shape[0]
+    ready = prepared(x, steps, rows, groups.choices if own else 1, one.format, style)
     grouped_kernel[(groups.count, triton.cdiv(N, block_n))](
-        x, one.operand, other.operand, y, groups.order, groups.tiles, N, K, groups.choices, *steps,
-        FORMAT=one.format, FACTOR=one.scaled, GATED=second is not None, SECOND_FORMAT=other.format,
-        SECOND_FACTOR=other.scaled, ACTIVATION=activation, EVEN=K % block_k == 0, PRECISION=precision,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
+        ready.x, ready.sums, one.operand, other.operand, y, groups.order, groups.tiles, N, K, groups.choices,
+        ready.steps[0], ready.steps[1] if own else 0,
+        FORMAT=one.format, FACTOR=one.scaled, GATED=up is not None, ACTIVATION=activation, OWN=own,
+        STYLE=style, EVEN=K % block_k == 0, SHUFFLED=ready.shuffled, NVIDIA=in_assembly(x, one.format),
+        BLOCK_M=groups.block, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
 
 
-def pair_steps(x):
-    """x with whole rows, and its steps from token to token and from choice to choice."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x, (x.stride(0), x.stride(1) if x.ndim == 3 else 0)
+def alone(x, ids, w):
+    """Whether each pair reads its expert's weights itself: a few pairs, or small matrices, which are summed exactly."""
+    return ids.numel() <= ALONE or (x.dtype == torch.float32 and w.shape[1] * w.shape[2] <= SMALL)
 
 
 def expert_qmm(x, ids, w, *, out=None):
     y = torch.empty((*ids.shape, w.shape[1]), dtype=x.dtype, device=x.device) if out is None else out
     if ids.numel() == 0:
         return y
-    if ids.numel() <= ALONE:
+    if alone(x, ids, w):
         return matvec.chosen(x, ids, w, y)
     if not y.is_contiguous():
         return y.copy_(expert_qmm(x, ids, w))
-    precision = precision_of(x)
-    x, steps = pair_steps(x)
-    launch = sizes(precision, False)
-    groups = Groups(ids, w.shape[0], launch[0])
-    return grouped(x, steps, groups, w, None, 0, y, precision, launch)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return grouped(x, Groups(ids, w.shape[0]), w, None, 0, y)
 
 
 def expert_mlp(x, ids, experts, activation="silu", *, out=None):
-    _, hidden, inner = experts.down.shape
+    count, hidden, inner = experts.down.shape
     y = torch.empty((*ids.shape, hidden), dtype=x.dtype, device=x.device) if out is None else out
     if ids.numel() == 0:
         return y
-    if ids.numel() <= ALONE:
+    if alone(x, ids, experts.down):
         between = matvec.chosen_gate_up(x, ids, experts.gate, experts.up, activation, precise=x.dtype == torch.float32)
         return matvec.chosen(between, ids, experts.down, y)
     if not y.is_contiguous():
         return y.copy_(expert_mlp(x, ids, experts, activation))
-    precision = precision_of(x)
-    x, steps = pair_steps(x)
-    launch = sizes(precision, True)
-    groups = Groups(ids, experts.down.shape[0], launch[0])
-    kept = torch.bfloat16 if precision == "bf16" else torch.float32
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    groups = Groups(ids, count)
+    kept = torch.bfloat16 if x.dtype == torch.bfloat16 and inner >= LONG else torch.float32
     between = torch.empty((*ids.shape, inner), dtype=kept, device=x.device)
-    grouped(x, steps, groups, experts.gate, experts.up, ACTIVATIONS[activation], between, precision, launch)
-    own = (between.stride(0), between.stride(1))
-    return grouped(between, own, groups, experts.down, None, 0, y, precision, sizes(precision, False))
+    gate, up = operand(experts.gate).format, operand(experts.up).format
+    if gate == up:
+        grouped(x, groups, experts.gate, experts.up, ACTIVATIONS[activation], between)
+    else:
+        apart = torch.empty((2, *between.shape), dtype=torch.float32, device=x.device)
+        grouped(x, groups, experts.gate, None, 0, apart[0])
+        grouped(x, groups, experts.up, None, 0, apart[1])
+        between.copy_(glu(apart[0], apart[1], activation))
+    return grouped(between, groups, experts.down, None, 0, y)

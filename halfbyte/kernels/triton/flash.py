@@ -9,11 +9,21 @@ float32 and multiplied as IEEE says.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .device import INTERPRETED, facts
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr(float("-inf"))
 JOINED = 16  # splits that `merge_splits` adds side by side
+MERGED = 64  # columns of one of its programs
+
+
+def overlap(device):
+    """Launch options with which a kernel starts while the one before it ends (Hopper on); it waits for its results."""
+    able = facts(device).capability >= 90 and not INTERPRETED
+    return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
 
 
 @triton.jit
@@ -63,136 +73,154 @@ def load_tile(
 
 
 @triton.jit
+def products(q, keys):
+    """q . k of all rows and positions. float32 is summed in runs of channels: one long chain of sums rounds most."""
+    RUN: tl.constexpr = 32
+    if q.dtype == tl.float32 and q.shape[1] > RUN:
+        q = tl.permute(q.reshape(q.shape[0], q.shape[1] // RUN, RUN), 1, 0, 2)
+        keys = tl.permute(keys.reshape(keys.shape[0], keys.shape[1] // RUN, RUN), 1, 2, 0)
+        return tl.sum(tl.dot(q, keys, input_precision="ieee"), 0)
+    else:
+        return tl.dot(q, tl.trans(keys), input_precision="ieee")
+
+
+@triton.jit
 def attend_tile(
-    q, state, k, v, k_strides, v_strides, first, near, far, low, high, S, scale, inner,
-    D: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT: tl.constexpr,
+    q, state, cache, seen, first, scale, inner,
+    D: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr, FEW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The running state (peak, weight, sums) of all rows after one more tile of positions.
 
-    Of a MASKED tile the positions near .. far are read, and row r sees low[r] .. high[r]; all rows see all of another.
-    EXACT weights keep what their rounding for the tensor cores drops, as a second term.
+    `seen` is (near, far, low, high): of a MASKED tile the positions near .. far are read, and row r sees low[r] ..
+    high[r]; all rows see all of another. `cache` is (k, v, their strides, S), at the head and slot that is read.
+    Of FEW rows, whose tiles lie across warps, weights are added up across positions at the end; and there is time to
+    keep what their rounding for the tensor cores drops, as a second term.
     """
     peak, weight, sums = state
+    k, v, k_strides, v_strides, S = cache
+    near, far, low, high = seen
     positions = first + tl.arange(0, BLOCK_N)
     inside = (positions >= near) & (positions < far)
-    keys = load_tile(k, k_strides, positions, inside, S, D, RING, MASKED, BLOCK_D).to(DOT)
-    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+    keys = load_tile(k, k_strides, positions, inside, S, D, RING, MASKED, q.shape[1]).to(q.dtype)
+    scores = products(q, keys)
     if inner is not None:
         scores = tanh(scores * inner)
     if MASKED:
-        seen = inside[None, :] & (positions[None, :] >= low[:, None]) & (positions[None, :] < high[:, None])
-        scores = tl.where(seen, scores, NOTHING)
+        visible = (positions[None, :] >= low[:, None]) & (positions[None, :] < high[:, None])
+        scores = tl.where(visible, scores, NOTHING)
     top = tl.maximum(peak, tl.max(scores, 1) * scale)
     shift = tl.where(top == NOTHING, 0.0, top)
     weights = tl.exp2(scores * scale - shift[:, None])
     shrink = tl.exp2(peak - shift)
-    weight = weight * shrink + tl.sum(weights, 1)
-    values = load_tile(v, v_strides, positions, inside, S, DV, RING, MASKED, BLOCK_DV).to(DOT)
-    rounded = weights.to(DOT)
+    weight = weight * shrink[:, None] + weights if FEW else weight * shrink + tl.sum(weights, 1)
+    values = load_tile(v, v_strides, positions, inside, S, DV, RING, MASKED, sums.shape[1]).to(q.dtype)
+    rounded = weights.to(q.dtype)
     sums = tl.dot(rounded, values, sums * shrink[:, None], input_precision="ieee")
-    if EXACT and rounded.dtype != tl.float32:
-        sums = tl.dot((weights - rounded.to(tl.float32)).to(DOT), values, sums)
+    if FEW and q.dtype != tl.float32:
+        sums = tl.dot((weights - rounded.to(tl.float32)).to(q.dtype), values, sums)
     return top, weight, sums
 
 
 @triton.jit
-def no_state(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+def no_state(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, FEW: tl.constexpr):
     """The state before the first tile."""
     peak = tl.full([BLOCK_M], NOTHING, tl.float32)
-    return peak, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    weight = tl.zeros([BLOCK_M, BLOCK_N] if FEW else [BLOCK_M], tl.float32)
+    return peak, weight, tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
 
 @triton.jit
 def finished(state):
     """The weighted mean of a state and the base-2 logarithm of its sum of weights; zeros and -inf of nothing."""
     peak, weight, sums = state
+    weight = tl.sum(weight, 1) if len(weight.shape) == 2 else weight
     return sums / tl.where(weight == 0.0, 1.0, weight)[:, None], peak + tl.log2(weight)
 
 
 @triton.jit
-def store_mean(o, o_strides, lse, lse_strides, b, token, head, state, is_row, DV, BLOCK_DV: tl.constexpr):
-    """A finished state to its rows of the results; lse in natural logarithms, where it is asked."""
-    mean, log = finished(state)
-    token, head, column = token.to(tl.int64), head.to(tl.int64), tl.arange(0, BLOCK_DV)
-    at = o + b * o_strides[0] + token * o_strides[1] + head * o_strides[2]
+def store_rows(o, strides, b, token, head, mean, is_row, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    column = tl.arange(0, BLOCK_DV)
+    at = o + b * strides[0] + token.to(tl.int64) * strides[1] + head * strides[2]
     mask = is_row[:, None] & (column < DV)[None, :]
-    tl.store(at[:, None] + column[None, :] * o_strides[3], mean.to(o.dtype.element_ty), mask=mask)
-    if lse is not None:
-        tl.store(lse + b * lse_strides[0] + token * lse_strides[1] + head * lse_strides[2], log * LN2, mask=is_row)
+    tl.store(at[:, None] + column[None, :] * strides[3], mean.to(o.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_split(means, logs, line, mean, log, is_row, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """What `merge_splits` joins."""
+    column = tl.arange(0, BLOCK_DV)
+    tl.store(means + line[:, None] * DV + column[None, :], mean, mask=is_row[:, None] & (column < DV)[None, :])
+    tl.store(logs + line, log, mask=is_row)
 
 
 @triton.jit
 def load_queries(q, strides, b, token, head, is_row, D, BLOCK_D: tl.constexpr, DOT: tl.constexpr):
     column = tl.arange(0, BLOCK_D)
-    at = q + b * strides[0] + token.to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
+    at = q + b * strides[0] + token.to(tl.int64) * strides[1] + head * strides[2]
     mask = is_row[:, None] & (column < D)[None, :]
     return tl.load(at[:, None] + column[None, :] * strides[3], mask=mask, other=0.0).to(DOT)
 
 
-@triton.jit(do_not_specialize=["L", "S", "window", "tiles", "workers", "splits"])
+@triton.jit(do_not_specialize=["L", "S", "window", "splits"])
 def attend_splits_kernel(
-    q, k, v, lengths, slots, means, logs, L, H, G, S, scale, inner, window, tiles, workers, splits,
-    q_strides, k_strides, v_strides,
-    D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr,
-    MOST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DOT: tl.constexpr,
+    q, k, v, lengths, slots, means, logs, L, G, S, scale, inner, window, splits, q_strides, k_strides, v_strides,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, RING: tl.constexpr,
+    CHUNK: tl.constexpr, SHORT: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Few rows, many positions: one tile of rows against a run of chunks, each of which leaves its own mean and log.
 
-    The chunks follow from the request's length alone; how many workers share them does not change a bit.
+    The chunks follow from the request's length alone: CHUNK positions, or twice that where there are more than SHORT of
+    them, or as many as make MOST. How many workers share them does not change a bit.
     """
-    task = tl.program_id(0)
-    worker = task % workers
-    g = (task // workers % G).to(tl.int64)
-    tile = task // workers // G % tiles
-    b = (task // workers // G // tiles).to(tl.int64)
-    length, slot = request_of(b, lengths, slots, S, RING)
-    group = H // G
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    token, head = row // group, g * group + row % group
+    worker, workers = tl.program_id(0), tl.num_programs(0)
+    b, g = (tl.program_id(2) // G).to(tl.int64), (tl.program_id(2) % G).to(tl.int64)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token, head = row // GROUP, g * GROUP + row % GROUP
     is_row = token < L
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    queries = load_queries(q, q_strides, b, token, head, is_row, D, BLOCK_D, DOT)
+    length, slot = request_of(b, lengths, slots, S, RING)
     low, high = seen_by(token, length, L, S, window, CAUSAL, RING)
     near, _ = seen_by(0, length, L, S, window, False, RING)
-    # Chunks are whole CHUNKs, larger where there would be more than MOST.
-    chunk = CHUNK * tl.maximum(tl.cdiv(tl.cdiv(length - near, MOST), CHUNK), 1)
-    chunks = tl.cdiv(tl.maximum(length - near, 0), chunk)
-    line = ((b * L + token) * H + head) * splits
+    span = tl.maximum(length - near, 0)
+    chunk = CHUNK if span <= CHUNK * SHORT else 2 * CHUNK * tl.cdiv(span, 2 * CHUNK * MOST)
+    chunks = tl.cdiv(span, chunk)
+    chunk_from, chunk_to = worker * chunks // workers, (worker + 1) * chunks // workers
+    k += slot * k_strides[0] + g * k_strides[2]
+    v += slot * v_strides[0] + g * v_strides[2]
+    line = ((b * L + token) * (G * GROUP) + head) * splits
+    seen, cache = (near, length, low, high), (k, v, k_strides, v_strides, S)
+    state = no_state(BLOCK_M, BLOCK_N, BLOCK_DV, True)
+    stop = tl.minimum(near + chunk_to * chunk, length)
+    for first in tl.range(near + chunk_from * chunk, stop, BLOCK_N):
+        state = attend_tile(queries, state, cache, seen, first, scale, inner, D, DV, RING, True, True, BLOCK_N)
+        done = first + BLOCK_N - near
+        if (done % chunk == 0) | (first + BLOCK_N >= stop):
+            mean, log = finished(state)
+            store_split(means, logs, line + (done - 1) // chunk, mean, log, is_row, DV, BLOCK_DV)
+            state = no_state(BLOCK_M, BLOCK_N, BLOCK_DV, True)
     if worker == workers - 1:
         absent = tl.arange(0, MOST)[None, :]
         mask = is_row[:, None] & (absent >= chunks) & (absent < splits)
         tl.store(logs + line[:, None] + absent, tl.full([BLOCK_M, MOST], NOTHING, tl.float32), mask=mask)
-    chunk_from, chunk_to = worker * chunks // workers, (worker + 1) * chunks // workers
-    queries = load_queries(q, q_strides, b, token, head, is_row, D, BLOCK_D, DOT)
-    k += slot * k_strides[0] + g * k_strides[2]
-    v += slot * v_strides[0] + g * v_strides[2]
-    column = tl.arange(0, BLOCK_DV)
-    state = no_state(BLOCK_M, BLOCK_DV)
-    stop = tl.minimum(near + chunk_to * chunk, length)
-    for first in tl.range(near + chunk_from * chunk, stop, BLOCK_N):
-        state = attend_tile(
-            queries, state, k, v, k_strides, v_strides, first, near, length, low, high, S, scale, inner,
-            D, DV, RING, True, True, BLOCK_N, BLOCK_D, BLOCK_DV, DOT,
-        )  # fmt: skip
-        done = first + BLOCK_N - near
-        if (done % chunk == 0) | (first + BLOCK_N >= stop):
-            mean, log = finished(state)
-            at = line + (done - 1) // chunk
-            tl.store(means + at[:, None] * DV + column[None, :], mean, mask=is_row[:, None] & (column < DV)[None, :])
-            tl.store(logs + at, log, mask=is_row)
-            state = no_state(BLOCK_M, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=["L", "splits"])
 def merge_splits_kernel(
     means, logs, o, lse, L, H, DV, splits, o_strides, lse_strides,
-    BLOCK_SPLITS: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one row: the splits' means, each weighted by its sum of weights. Always in the same order."""
     row = tl.program_id(0).to(tl.int64)
     b, token, head = row // H // L, row // H % L, row % H
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     split = tl.arange(0, BLOCK_SPLITS)
+    if OVERLAP:
+        gdc_wait()
     top = tl.max(tl.load(logs + row * splits + split, mask=split < splits, other=NOTHING), 0)
     shift = tl.where(top == NOTHING, 0.0, top)
     weight, sums = tl.zeros([JOINED], tl.float32), tl.zeros([JOINED, BLOCK], tl.float32)
@@ -207,8 +235,8 @@ def merge_splits_kernel(
         sums += weights[:, None] * mean
     total = tl.sum(weight, 0)
     joined = tl.sum(sums, 0) / tl.where(total == 0.0, 1.0, total)
-    at = o + b * o_strides[0] + token * o_strides[1] + head * o_strides[2]
-    tl.store(at + column * o_strides[3], joined.to(o.dtype.element_ty), mask=column < DV)
+    o += b * o_strides[0] + token * o_strides[1] + head * o_strides[2]
+    tl.store(o + column * o_strides[3], joined.to(o.dtype.element_ty), mask=column < DV)
     if lse is not None and tl.program_id(1) == 0:
         at = lse + b * lse_strides[0] + token * lse_strides[1] + head * lse_strides[2]
         tl.store(at, (shift + tl.log2(total)) * LN2)
@@ -220,57 +248,69 @@ def merge_splits(means, logs, o, lse):
     A split whose log is -inf holds nothing: its mean is not read.
     """
     (_, L, H, DV), splits = o.shape, logs.shape[1]
-    block = min(64, triton.next_power_of_2(DV))
+    block = min(MERGED, triton.next_power_of_2(DV))
     merge_splits_kernel[(logs.shape[0], triton.cdiv(DV, block))](
         means, logs, o, lse, L, H, DV, splits, o.stride(), None if lse is None else lse.stride(),
         BLOCK_SPLITS=max(JOINED, triton.next_power_of_2(splits)), BLOCK=block, JOINED=JOINED, num_warps=4,
+        **overlap(o.device),
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["L", "S", "window", "tiles"])
-def attend_rows_kernel(
-    q, k, v, lengths, slots, o, lse, L, H, G, S, scale, inner, window, tiles,
-    q_strides, k_strides, v_strides, o_strides, lse_strides,
-    D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, RING: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT: tl.constexpr,
+@triton.jit
+def attend_range(
+    q, state, cache, seen, start, stop, scale, inner,
+    D: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Many rows: one tile of them against all positions that they see. Only the ends of that range are masked."""
+    for first in tl.range(start, stop, BLOCK_N):
+        state = attend_tile(q, state, cache, seen, first, scale, inner, D, DV, RING, MASKED, False, BLOCK_N)
+    return state
+
+
+@triton.jit(do_not_specialize=["L", "S", "window", "tiles", "splits"])
+def attend_rows_kernel(
+    q, k, v, lengths, slots, o, lse, means, logs, L, G, S, scale, inner, window, tiles, splits,
+    q_strides, k_strides, v_strides, o_strides, lse_strides,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, RING: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Many rows: one tile of them against the positions that they see, or one of `splits` equal parts of those.
+
+    Only the ends of what they see are masked.
+    """
     # Late tokens see most: their tiles start first.
     shared = tl.num_programs(0) // tiles
     tile = tiles - 1 - tl.program_id(0) // shared
-    g = (tl.program_id(0) % shared % G).to(tl.int64)
-    b = (tl.program_id(0) % shared // G).to(tl.int64)
+    b, g = (tl.program_id(0) % shared // G).to(tl.int64), (tl.program_id(0) % shared % G).to(tl.int64)
     length, slot = request_of(b, lengths, slots, S, RING)
-    group = H // G
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    token, head = row // group, g * group + row % group
+    token, head = row // GROUP, g * GROUP + row % GROUP
     is_row = token < L
     low, high = seen_by(token, length, L, S, window, CAUSAL, RING)
-    near, all_to = seen_by(tile * BLOCK_M // group, length, L, S, window, CAUSAL, RING)
-    last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, L - 1)
+    near, all_to = seen_by(tile * BLOCK_M // GROUP, length, L, S, window, CAUSAL, RING)
+    last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, L - 1)
     all_from, far = seen_by(last_token, length, L, S, window, CAUSAL, RING)
     queries = load_queries(q, q_strides, b, token, head, is_row, D, BLOCK_D, DOT)
     k += slot * k_strides[0] + g * k_strides[2]
     v += slot * v_strides[0] + g * v_strides[2]
     # Tiles lie on absolute positions, so a row's sums do not depend on the rows beside it.
     start = near // BLOCK_N * BLOCK_N
-    whole_from = tl.minimum(tl.cdiv(all_from, BLOCK_N) * BLOCK_N, tl.maximum(far, start))
-    whole_to = tl.maximum(all_to // BLOCK_N * BLOCK_N, whole_from)
-    state = no_state(BLOCK_M, BLOCK_DV)
+    share = tl.cdiv(tl.cdiv(far - start, BLOCK_N), splits) * BLOCK_N
+    start += tl.program_id(1) * share
+    stop = tl.maximum(tl.minimum(start + share, far), start)
+    whole_from = tl.minimum(tl.maximum(tl.cdiv(all_from, BLOCK_N) * BLOCK_N, start), stop)
+    whole_to = tl.maximum(tl.minimum(all_to // BLOCK_N * BLOCK_N, stop), whole_from)
+    state = no_state(BLOCK_M, BLOCK_N, BLOCK_DV, False)
+    seen, cache = (near, far, low, high), (k, v, k_strides, v_strides, S)
     if RING:
-        for first in tl.range(start, whole_from, BLOCK_N):
-            state = attend_tile(
-                queries, state, k, v, k_strides, v_strides, first, near, far, low, high, S, scale, inner,
-                D, DV, RING, True, False, BLOCK_N, BLOCK_D, BLOCK_DV, DOT,
-            )  # fmt: skip
-    for first in tl.range(whole_from, whole_to, BLOCK_N):
-        state = attend_tile(
-            queries, state, k, v, k_strides, v_strides, first, near, far, low, high, S, scale, inner,
-            D, DV, RING, False, False, BLOCK_N, BLOCK_D, BLOCK_DV, DOT,
-        )  # fmt: skip
-    for first in tl.range(whole_to, far, BLOCK_N):
-        state = attend_tile(
-            queries, state, k, v, k_strides, v_strides, first, near, far, low, high, S, scale, inner,
-            D, DV, RING, True, False, BLOCK_N, BLOCK_D, BLOCK_DV, DOT,
-        )  # fmt: skip
-    store_mean(o, o_strides, lse, lse_strides, b, token, head, state, is_row, DV, BLOCK_DV)
+        state = attend_range(queries, state, cache, seen, start, whole_from, scale, inner, D, DV, RING, True, BLOCK_N)
+    state = attend_range(queries, state, cache, seen, whole_from, whole_to, scale, inner, D, DV, RING, False, BLOCK_N)
+    state = attend_range(queries, state, cache, seen, whole_to, stop, scale, inner, D, DV, RING, True, BLOCK_N)
+    mean, log = finished(state)
+    if means is None:
+        store_rows(o, o_strides, b, token, head, mean, is_row, DV, BLOCK_DV)
+        if lse is not None:
+            at = b * lse_strides[0] + token.to(tl.int64) * lse_strides[1] + head * lse_strides[2]
+            tl.store(lse + at, log * LN2, mask=is_row)
+    else:
+        line = ((b * L + token) * (G * GROUP) + head) * splits + tl.program_id(1)
+        store_split(means, logs, line, mean, log, is_row, DV, BLOCK_DV)

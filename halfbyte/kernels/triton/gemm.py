@@ -1,80 +1,180 @@
 """Products with many rows of x: qmm's prefill, for one matrix or a stack of them (heads).
 
 A tensor-core kernel decodes tiles of weights in registers and multiplies them at once, which reads the weights once
-from memory; it serves up to a few hundred rows. With more rows every tile of weights would be decoded many times:
-then a slab of the matrix is dequantised and multiplied by the vendor's library, slab after slab, each small enough to be
+from memory; it serves up to a few hundred rows. With more rows every tile of weights would be decoded many times: then
+a slab of the matrix is dequantised and multiplied by the vendor's library, slab after slab, each small enough to be
 still in the L2 when it is read.
 
-The weights are the left operand: y' = w x', so that few rows of x make narrow tiles of an instruction whose left side is
-64 tall. bfloat16 activations meet weights rounded once to bfloat16. float16 ones, whose weights may lie outside
-float16's range, meet weights rounded to tf32, which has as many bits and the range of float32. float32 stays exact.
+The kernel is exact where it can be. Codes are small integers that x's own dtype holds, so the tensor cores multiply x
+with bare codes; a group's scale multiplies the group's sum, in float32. What biases add is one more product, of the
+biases with x summed over groups. The weights are the left operand, y' = w x': the instruction's left side is 64 tall
+and comes from registers, and few rows of x make its right side narrow.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .dequant import dequantized, factor_of, matrix_of, operand, weight_tile
-from .device import facts
+from .dequant import (
+    TYPES,
+    code_tile,
+    dequantized,
+    factor_of,
+    group_values,
+    matrix_of,
+    operand,
+    shuffled,
+    weight_tile,
+)
+from .device import INTERPRETED, facts
 
 
 @triton.jit
-def rounded(w, PRECISION: tl.constexpr):
-    """float32 numbers as one operand of a product in this precision."""
-    if PRECISION == "bf16":
+def rounded(w, STYLE: tl.constexpr):
+    """float32 numbers as an operand of a product in this style."""
+    if STYLE == "bf16":
         w = w.to(tl.bfloat16)
-    elif PRECISION == "tf32":  # to nearest: the hardware would cut the low bits off
+    elif STYLE == "tf32":  # to nearest: the hardware would cut the low bits off
         bits = w.to(tl.uint32, bitcast=True)
         w = tl.where((bits & 0x7F800000) == 0x7F800000, w, (bits + 0x1000 & 0xFFFFE000).to(tl.float32, bitcast=True))
     return w
 
 
 @triton.jit
-def multiplied(w, x, sums, PRECISION: tl.constexpr):
+def multiplied(w, x, sums, STYLE: tl.constexpr):
     """sums + w x', with float32 sums; x [rows, STEP] comes as it is stored."""
-    if PRECISION != "bf16":
+    if STYLE != "bf16":
         x = x.to(tl.float32)
-    return tl.dot(w, x.T, sums, input_precision="tf32" if PRECISION == "tf32" else "ieee")
+    return tl.dot(w, x.T, sums, input_precision="tf32" if STYLE == "tf32" else "ieee")
+
+
+@triton.jit
+def biased(sums, matrix, n, inside, group_rows, groups, has, begin, end, FORMAT: tl.constexpr):
+    """sums + biases x', with x already summed over the groups [begin, end): as two bfloat16 numbers, high and low."""
+    STEP: tl.constexpr = 32
+    for at in range(begin, end, STEP):
+        g = at + tl.arange(0, STEP)[None, :]
+        b = group_values(matrix[2], n * matrix[4] + g, inside & (g < end), FORMAT)
+        high = tl.load(group_rows + g, has & (g < end), other=0.0)
+        low = tl.load(group_rows + groups + g, has & (g < end), other=0.0)
+        first = b.to(high.dtype)
+        sums = tl.dot(first, low.T, sums, input_precision="ieee")
+        sums = tl.dot(first, high.T, sums, input_precision="ieee")
+        if FORMAT.scale_type != tl.bfloat16:
+            sums = tl.dot((b - first.to(tl.float32)).to(high.dtype), high.T, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def sums_of(
+    rows, group_rows, has, matrix, second, n, N, begin, end, K,
+    FORMAT: tl.constexpr, GATED: tl.constexpr, STYLE: tl.constexpr, EVEN: tl.constexpr,
+    SHUFFLED: tl.constexpr, NVIDIA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCK_N, BLOCK_M]: sums over columns [begin, end) of rows n of a matrix, or of two, times rows of x."""
+    wide = n[:, None]
+    inside = wide < N
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    others = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if STYLE == "codes":  # scales are loaded one step ahead: nothing else would hide how long that takes
+        first, last = begin // BLOCK_K, tl.cdiv(end, BLOCK_K) - 1
+        scale = group_values(matrix[1], n * matrix[4] + first, n < N, FORMAT)
+        if GATED:
+            other_scale = group_values(second[1], n * second[4] + first, n < N, FORMAT)
+    for at in range(begin, end, BLOCK_K):
+        k = at + tl.arange(0, BLOCK_K)[None, :]
+        piece = tl.load(rows + k, has if EVEN else has & (k < K), other=0.0)
+        if STYLE == "codes":
+            group = tl.minimum(at // BLOCK_K + 1, last)
+            next_scale = group_values(matrix[1], n * matrix[4] + group, n < N, FORMAT)
+            v = code_tile(matrix, wide, inside, at, FORMAT, piece.dtype, BLOCK_K, SHUFFLED, NVIDIA)
+            sums += tl.dot(v, piece.T) * scale[:, None]
+            scale = next_scale
+            if GATED:
+                next_scale = group_values(second[1], n * second[4] + group, n < N, FORMAT)
+                v = code_tile(second, wide, inside, at, FORMAT, piece.dtype, BLOCK_K, SHUFFLED, NVIDIA)
+                others += tl.dot(v, piece.T) * other_scale[:, None]
+                other_scale = next_scale
+        else:
+            w = rounded(weight_tile(matrix, wide, inside, at, K, FORMAT, BLOCK_K, EVEN), STYLE)
+            sums = multiplied(w, piece, sums, STYLE)
+            if GATED:
+                w = rounded(weight_tile(second, wide, inside, at, K, FORMAT, BLOCK_K, EVEN), STYLE)
+                others = multiplied(w, piece, others, STYLE)
+    if STYLE == "codes" and FORMAT.mode == "affine":
+        sums = biased(sums, matrix, wide, inside, group_rows, K // BLOCK_K, has, first, last + 1, FORMAT)
+        if GATED:
+            others = biased(others, second, wide, inside, group_rows, K // BLOCK_K, has, first, last + 1, FORMAT)
+    return sums, others
 
 
 @triton.jit
 def product_kernel(
-    x, operand, y, M, N, K, x_row, x_head, y_split, y_row, y_head,
-    FORMAT: tl.constexpr, FACTOR: tl.constexpr, TRANSPOSE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, group_sums, operand, y, M, H, N, K, x_row, x_head, y_split, y_row, y_head,
+    FORMAT: tl.constexpr, FACTOR: tl.constexpr, TRANSPOSE: tl.constexpr, STYLE: tl.constexpr, EVEN: tl.constexpr,
+    SHUFFLED: tl.constexpr, NVIDIA: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of y [M, H, width], or of one of the SPLITS parts of its sum."""
     width, inner = (N, K) if TRANSPOSE else (K, N)
     OUT: tl.constexpr = BLOCK_N if TRANSPOSE else BLOCK_K
     STEP: tl.constexpr = BLOCK_K if TRANSPOSE else BLOCK_N
-    split, head = (tl.program_id(2) % SPLITS).to(tl.int64), (tl.program_id(2) // SPLITS).to(tl.int64)
+    part, head = tl.program_id(2) % SPLITS, (tl.program_id(2) // SPLITS).to(tl.int64)
     matrix = matrix_of(operand, head, FORMAT)
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    has_m = (m < M)[:, None]
+    has = (m < M)[:, None]
     rows = x + head * x_head + m[:, None] * x_row
     first = tl.program_id(1) * OUT
     length = tl.cdiv(tl.cdiv(inner, STEP), SPLITS) * STEP
-    begin = tl.program_id(2) % SPLITS * length
-    sums = tl.zeros((OUT, BLOCK_M), tl.float32)
-    for at in range(begin, min(inner, begin + length), STEP):
-        if TRANSPOSE:
-            n = (first + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-            k = at + tl.arange(0, BLOCK_K)[None, :]
-            w = rounded(weight_tile(matrix, n, n < N, at, K, FORMAT, BLOCK_K, EVEN), PRECISION)
-            piece = tl.load(rows + k, has_m if EVEN else has_m & (k < K), other=0.0)
-        else:
+    begin = part * length
+    end = min(inner, begin + length)
+    if TRANSPOSE:
+        group_rows = group_sums
+        if STYLE == "codes":
+            group_rows = group_sums + (m[:, None] * H + head) * (2 * (K // BLOCK_K))
+        n = (first + tl.arange(0, BLOCK_N)).to(tl.int64)
+        sums, _ = sums_of(
+            rows, group_rows, has, matrix, matrix, n, N, begin, end, K,
+            FORMAT, False, STYLE, EVEN, SHUFFLED, NVIDIA, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        sums = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)
+        for at in range(begin, end, STEP):
             n = at + tl.arange(0, BLOCK_N)
             wide = n.to(tl.int64)[:, None]
-            w = rounded(weight_tile(matrix, wide, wide < N, first, K, FORMAT, BLOCK_K, EVEN), PRECISION).T
-            piece = tl.load(rows + n[None, :], has_m & (n < N)[None, :], other=0.0)
-        sums = multiplied(w, piece, sums, PRECISION)
+            w = rounded(weight_tile(matrix, wide, wide < N, first, K, FORMAT, BLOCK_K, EVEN), STYLE)
+            piece = tl.load(rows + n[None, :], has & (n < N)[None, :], other=0.0)
+            sums = multiplied(w.T, piece, sums, STYLE)
     if FACTOR:
         sums *= factor_of(operand, head, FORMAT)
     column = first + tl.arange(0, OUT)[:, None]
-    target = y + split * y_split + head * y_head + m[None, :] * y_row + column
+    target = y + part.to(tl.int64) * y_split + head * y_head + m[None, :] * y_row + column
     tl.store(target, sums.to(y.dtype.element_ty), (column < width) & (m < M)[None, :])
+
+
+@triton.jit
+def prepare_kernel(
+    x, sums, moved, count, groups, choices, x_row, x_choice,
+    SUMS: tl.constexpr, SHUFFLED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Groups of columns of rows of x: their sums as two numbers, [rows, 2, groups], and x itself, in another order."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, group, inside = at // groups, at % groups, (at < count)[:, None]
+    place = (row // choices).to(tl.int64) * x_row + (row % choices).to(tl.int64) * x_choice + group * GROUP
+    column = tl.arange(0, GROUP)[None, :]
+    piece = tl.load(x + place[:, None] + column, inside, other=0.0)
+    if SUMS:
+        total = tl.sum(piece.to(tl.float32), 1)
+        high = total.to(sums.dtype.element_ty)
+        target = sums + at.to(tl.int64) + row.to(tl.int64) * groups
+        tl.store(target, high, at < count)
+        tl.store(target + groups, (total - high.to(tl.float32)).to(sums.dtype.element_ty), at < count)
+    if SHUFFLED:
+        tl.store(moved + at.to(tl.int64)[:, None] * GROUP + column, shuffled(piece, GROUP), inside)
 
 
 @triton.jit
@@ -89,28 +189,71 @@ def join_splits_kernel(parts, y, size, H, width, y_row, y_head, SPLITS: tl.const
     tl.store(y + row // H * y_row + row % H * y_head + column, total.to(y.dtype.element_ty), inside)
 
 
-PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "ieee"}
+def style_of(x, form, transpose=True):
+    """How products of these activations with weights of this format are formed.
+
+    codes   exact codes in x's dtype times x; the scale of a group multiplies its sum
+    bf16    weights rounded once to bfloat16, which small floats and dense bfloat16 survive unchanged
+    tf32    weights rounded to 11 bits, with the range of float32; 16-bit activations lose nothing
+    ieee    float32
+    """
+    if x.dtype == torch.float32 or (facts(x.device).capability == 0 and x.dtype == torch.float16 and not transpose):
+        return "ieee"
+    if form.mode == "dense":
+        return "bf16" if TYPES[x.dtype] == form.scale_type == tl.bfloat16 else "tf32"
+    if transpose and (form.mode == "affine" or x.dtype == torch.float16):
+        return "codes"
+    return "bf16" if x.dtype == torch.bfloat16 else "tf32"
 
 
-def precision_of(x):
-    """How products with these activations are formed."""
-    return "ieee" if facts(x.device).capability == 0 and x.dtype == torch.float16 else PRECISIONS[x.dtype]
+class Prepared(NamedTuple):
+    """Activations as sums_of takes them."""
+
+    x: torch.Tensor
+    steps: tuple[int, int]  # row r lies at (r // choices, r % choices) . steps
+    sums: torch.Tensor  # of each group of columns, where weights have biases
+    shuffled: bool
 
 
-def few(M, precision):
+def prepared(x, steps, rows, choices, form, style):
+    """Rows of x for weights of this format; row r lies at (r // choices, r % choices) . steps."""
+    sums, move = form.mode == "affine", form.bits == 4 and form.aligned and form.group >= 32
+    if style != "codes" or not (sums or move):
+        return Prepared(x, steps, x, False)
+    K = x.shape[-1]
+    groups, block = K // form.group, 4096 // form.group
+    kind = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter has no products of bfloat16
+    summed = torch.empty((rows, 2, groups), dtype=kind, device=x.device) if sums else x
+    moved = torch.empty((rows, K), dtype=x.dtype, device=x.device) if move else x
+    prepare_kernel[(triton.cdiv(rows * groups, block),)](
+        x, summed, moved, rows * groups, groups, choices, *steps,
+        SUMS=sums, SHUFFLED=move, GROUP=form.group, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return Prepared(moved, (choices * K, K) if move else steps, summed, move)
+
+
+def in_assembly(x, form):
+    """Whether shuffled codes are decoded by NVIDIA's instructions."""
+    return form.mode == "affine" and x.dtype == torch.bfloat16 and not INTERPRETED and facts(x.device).capability >= 80
+
+
+def few(M, style, group):
     """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages for this many rows. 2026-11-15, H200: measured."""
     tall = min(128, max(16, triton.next_power_of_2(M)))
-    if precision == "bf16":
-        return (tall, 128 if tall >= 128 else 64, 128, 8 if tall >= 128 else 4, 3)
-    return (min(tall, 32), 64, 32 if precision == "ieee" else 64, 4, 2)
+    if style == "codes":
+        return (min(tall, 64), 64, group, 4, 4)
+    if style == "bf16":
+        return (min(tall, 64), 64, 64, 4, 3)
+    return (min(tall, 32), 64, 32, 4, 2)
 
 
 def fused(x, w, transpose, y, sizes=None, splits=None):
     """y [M, H, width] by the tensor-core kernel."""
     M, H, inner = x.shape
     N, K = w.shape[-2:]
-    precision, given = precision_of(x), operand(w)
-    block_m, block_n, block_k, warps, stages = sizes or few(M, precision)
+    given = operand(w)
+    style = style_of(x, given.format, transpose)
+    block_m, block_n, block_k, warps, stages = sizes or few(M, style, given.format.group)
     out, step = (block_n, block_k) if transpose else (block_k, block_n)
     grid = (triton.cdiv(M, block_m), triton.cdiv(y.shape[-1], out), H)
     if splits is None:
@@ -119,10 +262,12 @@ def fused(x, w, transpose, y, sizes=None, splits=None):
         while busy * splits * 2 <= facts(x.device).processors * 2 and steps >= splits * 2 * 4:
             splits *= 2
     parts = torch.empty((splits, *y.shape), dtype=torch.float32, device=x.device) if splits > 1 else y[None]
+    ready = prepared(x, x.stride()[:2], M * H, H, given.format, style)
     product_kernel[(grid[0], grid[1], H * splits)](
-        x, given.operand, parts, M, N, K, x.stride(0), x.stride(1), *parts.stride()[:3],
-        FORMAT=given.format, FACTOR=given.scaled, TRANSPOSE=transpose, EVEN=K % block_k == 0, PRECISION=precision,
-        SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
+        ready.x, ready.sums, given.operand, parts, M, H, N, K, *ready.steps, *parts.stride()[:3],
+        FORMAT=given.format, FACTOR=given.scaled, TRANSPOSE=transpose, STYLE=style, EVEN=K % block_k == 0,
+        SHUFFLED=ready.shuffled, NVIDIA=in_assembly(x, given.format), SPLITS=splits,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         join_splits_kernel[(triton.cdiv(y.numel(), 1024),)](
@@ -147,7 +292,7 @@ def rows_of(w, first, count):
 
 def by_library(x, w, transpose, y, slab=None):
     """y by dequantising and the vendor's product: slabs of output columns, or of the sum's terms kept whole."""
-    M, H, inner = x.shape
+    H = x.shape[1]
     N, K = w.shape[-2:]
     packed = hasattr(w, "bits")
     if H > 1 or not transpose or not packed:

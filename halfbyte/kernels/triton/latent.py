@@ -31,12 +31,14 @@ def load_tokens(
     BLOCK_N: tl.constexpr,
     INSIDE: tl.constexpr,
 ):
-    """A tile of a slot. What nobody sees may hold anything, and 0 times NaN is NaN: it is not read."""
+    """A tile of a slot from token `first`. Past `stop` it repeats the last token: what nobody sees may hold NaN."""
     at, n = tl.arange(0, BLOCK_TOKENS), tl.arange(0, BLOCK_N)
-    place = at.to(INSIDE)[:, None] * strides[1] + n.to(INSIDE) * strides[2]
-    near = (at < stop - first)[:, None]
-    mask = near if N == BLOCK_N else near & (n < N)
-    return tl.load(cache + tl.cast(first, tl.int64) * strides[1] + place, mask=mask, other=0.0)
+    at = tl.minimum(at, tl.maximum(stop - 1, 0) - first).to(INSIDE)[:, None]
+    place = cache + tl.cast(first, tl.int64) * strides[1] + (at * strides[1] + n.to(INSIDE) * strides[2])
+    if N == BLOCK_N:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=(n < N)[None, :], other=0.0)
 
 
 @triton.jit

@@ -16,7 +16,9 @@ from .codes import (
     small_float_value,
 )
 from .device import INTERPRETED, facts
-from .rowwise import ACTIVATIONS, activated, glu
+from .elementary import ACTIVATIONS, activated
+from .exact import multiply_exactly, small
+from .rowwise import glu
 
 NV_RANGE = tl.constexpr(448.0 * 6.0)
 UP = tl.constexpr(2.0**64)  # multiplied into activations, so that their products with tiny floats are none
@@ -111,38 +113,61 @@ def small_float_products(xs, parts, FIRST: tl.constexpr, LAST: tl.constexpr, BIT
 
 
 @triton.jit
-def products(
-    xs, one, words, scales, biases, rows, chunks, K,
+def tile_of(
+    w, first, rows, chunks, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, MODE: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr,
-    PRECISE: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """What chunks [C] of weight rows [R] add to the results of M rows of activations: M tiles [C, R]."""
+    """Chunks of the weight rows `first + rows` as they lie in memory: words, scales, and biases or second scales.
+
+    Chunks past the end are the last one again, with a scale of 0.
+    """
+    words, scales, biases, _ = w
     last = tl.cdiv(K, 32) - 1
     inside = (chunks <= last)[:, None]
     chunks = tl.minimum(chunks, last)
-    parts = chunk_words(words, rows, chunks, row_words(K, BITS, WIDE), BITS, WIDE)
+    pitch = row_words(K, BITS, WIDE)
+    parts = chunk_words(words + first * pitch, rows, chunks, pitch, BITS, WIDE)
     groups = rows[None, :] * (K // GROUP) + (chunks * 32 // GROUP)[:, None]
+    scales += first * (K // GROUP)
     scale = scale_at(scales, groups, inside, WIDE, KIND)
+    other = scale
     if MODE == "affine":
-        bias = scale_at(biases, groups, inside, WIDE, KIND).to(tl.float32)
-        sums = affine_products(xs, one, parts, scale.to(tl.float32), bias, BITS, PRECISE, M)
+        other = scale_at(biases + first * (K // GROUP), groups, inside, WIDE, KIND)
+    elif MODE == "nvfp4":
+        groups = rows[None, :] * (K // GROUP) + tl.minimum(chunks * 2 + 1, K // GROUP - 1)[:, None]
+        other = scale_at(scales, groups, inside, WIDE, KIND)
+    return parts + (scale, other)
+
+
+@triton.jit
+def products(xs, one, tile, BITS: tl.constexpr, MODE: tl.constexpr, PRECISE: tl.constexpr, M: tl.constexpr):
+    """What chunks [C] of weight rows [R] add to the results of M rows of activations: M tiles [C, R]."""
+    scale, other = tile[BITS], tile[BITS + 1]
+    if MODE == "affine":
+        sums = affine_products(xs, one, tile, scale.to(tl.float32), other.to(tl.float32), BITS, PRECISE, M)
     else:
         sums = ()
         if MODE == "nvfp4":
-            groups = rows[None, :] * (K // GROUP) + tl.minimum(chunks * 2 + 1, K // GROUP - 1)[:, None]
-            first, second = e4m3_value(scale), e4m3_value(scale_at(scales, groups, inside, WIDE, KIND))
-            front = small_float_products(xs, parts, 0, 16, BITS, M)
-            back = small_float_products(xs, parts, 16, 32, BITS, M)
+            front = small_float_products(xs, tile, 0, 16, BITS, M)
+            back = small_float_products(xs, tile, 16, 32, BITS, M)
             for m in tl.static_range(M):
-                sums = sums + (front[m] * first + back[m] * second,)
+                sums = sums + (front[m] * e4m3_value(scale) + back[m] * e4m3_value(other),)
         else:
-            some = small_float_products(xs, parts, 0, 32, BITS, M)
+            some = small_float_products(xs, tile, 0, 32, BITS, M)
             power = power_value(scale)
             if BITS == 8:
-                power = tl.where(any_nan(parts, BITS) & inside, float("nan"), power)
+                power = tl.where(any_nan(tile, BITS), float("nan"), power)
             for m in tl.static_range(M):
                 sums = sums + (some[m] * power,)
     return sums
+
+
+@triton.jit
+def added_up(sums, factor, M: tl.constexpr):
+    results = ()
+    for m in tl.static_range(M):
+        results = results + (tl.sum(sums[m], 0) * factor,)
+    return results
 
 
 @triton.jit
@@ -172,36 +197,31 @@ def matrix(
 
 
 @triton.jit
-def block_of_outputs(
-    w, x, xs, x_row, ROWS, one, first, rows, K,
+def outputs_in_pieces(
+    w, x, x_row, ROWS, one, first, rows, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, MODE: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr,
-    PRECISE: tl.constexpr, M: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
+    PRECISE: tl.constexpr, M: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """M results [R], of the weight rows `first + rows`. Where activations are not held WHOLE they are read again."""
-    words, scales, biases, factor = w
-    words += first * row_words(K, BITS, WIDE)
-    scales += first * (K // GROUP)
-    biases += first * (K // GROUP)
-    chunks = tl.arange(0, C)
-    if WHOLE:
-        sums = products(xs, one, words, scales, biases, rows, chunks, K, BITS, GROUP, MODE, KIND, WIDE, PRECISE, M)
-    else:
-        sums = ()
-        for _ in tl.static_range(M):
-            sums = sums + (tl.zeros([C, R], tl.float32),)
-        for start in range(0, tl.cdiv(K, 32), C):
-            some = row_activations(x, x_row, ROWS, start + chunks, K, BITS, MODE, PRECISE, M)
-            more = products(
-                some, one, words, scales, biases, rows, start + chunks, K, BITS, GROUP, MODE, KIND, WIDE, PRECISE, M
-            )
-            joined = ()
-            for m in tl.static_range(M):
-                joined = joined + (sums[m] + more[m],)
-            sums = joined
-    results = ()
+    """M results [R] of rows too long for their activations to stay in registers: those are read piece by piece."""
+    sums = ()
+    for _ in tl.static_range(M):
+        sums = sums + (tl.zeros([C, R], tl.float32),)
+    for start in range(0, tl.cdiv(K, 32), C):
+        chunks = start + tl.arange(0, C)
+        tile = tile_of(w, first, rows, chunks, K, BITS, GROUP, MODE, KIND, WIDE)
+        xs = row_activations(x, x_row, ROWS, chunks, K, BITS, MODE, PRECISE, M)
+        more = products(xs, one, tile, BITS, MODE, PRECISE, M)
+        joined = ()
+        for m in tl.static_range(M):
+            joined = joined + (sums[m] + more[m],)
+        sums = joined
+    return added_up(sums, w[3], M)
+
+
+@triton.jit
+def store_rows(y, y_row, ROWS, at, results, M: tl.constexpr):
     for m in tl.static_range(M):
-        results = results + (tl.sum(sums[m], 0) * factor,)
-    return results
+        tl.store(y + tl.minimum(m, ROWS - 1) * y_row + at, results[m])
 
 
 @triton.jit
@@ -209,11 +229,12 @@ def matvec_kernel(
     x, ids, w, up, y, N, K, COUNT, ROWS, HEADS, x_row, x_head, y_row, y_head,
     BITS: tl.constexpr, GROUP: tl.constexpr, MODE: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr,
     SCATTERED: tl.constexpr, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, WHOLE: tl.constexpr,
+    C: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """y[row, head] = w[head] x[row, head], or w[ids[row, head]]; with `up`, activation(w x) . (up x).
 
-    A program takes M rows of one head and every so many blocks of R outputs.
+    A program takes M rows of one head and R outputs; in FORM "loop" every so many blocks of R outputs, for which the
+    activations stay in registers; in FORM "pieces" rows are longer than a tile.
     """
     head = tl.program_id(1) % HEADS
     row = (tl.program_id(1) // HEADS).to(tl.int64) * M
@@ -221,28 +242,44 @@ def matvec_kernel(
     if ids is not None:
         index = tl.load(ids + row * HEADS + head).to(tl.int64)
     w = matrix(w, index, COUNT, BITS, MODE, KIND, WIDE, SCATTERED)
-    if up is not None:
+    if ACTIVATION is not None:
         up = matrix(up, index, COUNT, BITS, MODE, KIND, WIDE, SCATTERED)
     one = (0x3F800000 + tl.minimum(N, 0)).to(tl.uint32)
     x += row * x_row + head.to(tl.int64) * x_head
     y += row * y_row + head.to(tl.int64) * y_head
     left = ROWS - row
-    xs = ()
-    if WHOLE:
-        xs = row_activations(x, x_row, left, tl.arange(0, C), K, BITS, MODE, PRECISE, M)
-    for block in range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0)):
-        first = tl.cast(block, tl.int64) * R
-        rows = tl.minimum(tl.arange(0, R), tl.cast(N - 1 - first, tl.int32))
-        results = block_of_outputs(
-            w, x, xs, x_row, left, one, first, rows, K, BITS, GROUP, MODE, KIND, WIDE, PRECISE, M, R, C, WHOLE
+    chunks = tl.arange(0, C)
+    first = tl.program_id(0).to(tl.int64) * R
+    rows = tl.minimum(tl.arange(0, R), tl.cast(N - 1 - first, tl.int32))
+    if FORM == "once":  # weights are asked for before anything is waited for
+        tile = tile_of(w, first, rows, chunks, K, BITS, GROUP, MODE, KIND, WIDE)
+        if ACTIVATION is not None:
+            other = tile_of(up, first, rows, chunks, K, BITS, GROUP, MODE, KIND, WIDE)
+        tl.debug_barrier()  # or the compiler would ask for most of them later, to spare registers
+        xs = row_activations(x, x_row, left, chunks, K, BITS, MODE, PRECISE, M)
+        results = added_up(products(xs, one, tile, BITS, MODE, PRECISE, M), w[3], M)
+        if ACTIVATION is not None:
+            others = added_up(products(xs, one, other, BITS, MODE, PRECISE, M), up[3], M)
+            results = (activated(results[0], ACTIVATION, PRECISE) * others[0],)
+        store_rows(y, y_row, left, first + rows, results, M)
+    elif FORM == "loop":
+        xs = row_activations(x, x_row, left, chunks, K, BITS, MODE, PRECISE, M)
+        for block in range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0)):
+            first = tl.cast(block, tl.int64) * R
+            rows = tl.minimum(tl.arange(0, R), tl.cast(N - 1 - first, tl.int32))
+            tile = tile_of(w, first, rows, chunks, K, BITS, GROUP, MODE, KIND, WIDE)
+            results = added_up(products(xs, one, tile, BITS, MODE, PRECISE, M), w[3], M)
+            store_rows(y, y_row, left, first + rows, results, M)
+    else:
+        results = outputs_in_pieces(
+            w, x, x_row, left, one, first, rows, K, BITS, GROUP, MODE, KIND, WIDE, PRECISE, M, R, C
         )
-        if up is not None:
-            others = block_of_outputs(
-                up, x, xs, x_row, left, one, first, rows, K, BITS, GROUP, MODE, KIND, WIDE, PRECISE, M, R, C, WHOLE
+        if ACTIVATION is not None:
+            others = outputs_in_pieces(
+                up, x, x_row, left, one, first, rows, K, BITS, GROUP, MODE, KIND, WIDE, PRECISE, M, R, C
             )
             results = (activated(results[0], ACTIVATION, PRECISE) * others[0],)
-        for m in tl.static_range(M):
-            tl.store(y + tl.minimum(m, left - 1) * y_row + (first + rows), results[m])
+        store_rows(y, y_row, left, first + rows, results, M)
 
 
 @triton.jit
@@ -333,6 +370,8 @@ def multiply(x, ids, w, y, up=None, activation=None, precise=False, launch=None)
     M = 1 if ids is not None else min(4, triton.next_power_of_2(rows))
     jobs = triton.cdiv(rows, M) * heads
     strides = (x.stride(0), x.stride(1), y.stride(0), y.stride(1))
+    if small(x, w) and y.dtype == torch.float32 and up is None:
+        return multiply_exactly(x, ids, w, y)
     if isinstance(w, torch.Tensor):
         R, block, warps = launch or dense_sizes(N, K, M, jobs, x.device)
         w = w.reshape(-1, N, K)
@@ -344,11 +383,14 @@ def multiply(x, ids, w, y, up=None, activation=None, precise=False, launch=None)
         return y
     source, form = weights(w)
     R, C, warps, programs = launch or sizes(N, K, M, jobs, x.device)
+    blocks = triton.cdiv(N, R)
+    form_of = "pieces" if C * 32 < K else "loop" if programs < blocks and up is None else "once"
+    programs = programs if form_of == "loop" else blocks
     matvec_kernel[(programs, jobs)](
         x, ids, source, None if up is None else weights(up)[0], y, N, K, w.shape[0], rows, heads, *strides, **form,
         ACTIVATION=None if activation is None else ACTIVATIONS[activation].value,
         PRECISE=precise or (y.dtype == torch.float32 and up is None),
-        M=M, R=R, C=C, WHOLE=C * 32 >= K, num_warps=warps,
+        M=M, R=R, C=C, FORM=form_of, num_warps=warps,
     )  # fmt: skip
     return y
 
@@ -369,7 +411,8 @@ def chosen_gate_up(x, ids, gate, up, activation, precise=False):
     if not ids.numel():
         return y
     x, ids = of_choices(x, ids), ids.contiguous()
-    if isinstance(gate, torch.Tensor) or isinstance(up, torch.Tensor) or weights(gate)[1] != weights(up)[1]:
+    apart = isinstance(gate, torch.Tensor) or isinstance(up, torch.Tensor) or weights(gate)[1] != weights(up)[1]
+    if apart or small(x, gate):
         other = torch.empty_like(y)
         return glu(multiply(x, ids, gate, y), multiply(x, ids, up, other), activation, out=y)
     return multiply(x, ids, gate, y, up, activation, precise)

@@ -14,6 +14,7 @@ import triton.language as tl
 from .codes import e4m3_value, power_value
 from .dequant import NV_RANGE, TYPES, codes, dequantize, group_values, narrowed, operand, unit_of, values
 from .device import INTERPRETED
+from .exact import multiply_exactly, small
 from .gemm import product
 from .matvec import multiply
 
@@ -33,7 +34,9 @@ def qmm(x, w, *, transpose=True, out=None):
         x = x.reshape(rows, heads, x.shape[-1])
         x = x if x.stride(-1) == 1 else x.contiguous()
         target = y.view(rows, heads, width)
-        if transpose and rows <= FEW:
+        if small(x, w):
+            multiply_exactly(x, None, w, target, transpose)
+        elif transpose and rows <= FEW:
             multiply(x, None, w, target)
         else:
             product(x, stack(w, heads), transpose=transpose, out=target)

@@ -9,15 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
-from .delta import chunk_matrices_kernel, chunk_scan_kernel, gated_delta_kernel, row_of
+from .delta import chunk_matrices_kernel, chunk_rows_kernel, chunk_scan_kernel, gated_delta_kernel, row_of
 from .device import facts
 
 CHUNK = 64
 
 # Launch sizes. 2026-11-15, H200: first guesses.
 CHUNKED_FROM = 64  # tokens of a call
-STEPS = 8, 1  # rows of a program, warps
-MATRICES_WARPS = 8
+STEPS = 4, 1  # rows of a program, warps
+MATRICES_WARPS = 1
+CHUNKS_AT_ONCE = 16384  # of all heads; each takes 41 KB with 128 by 128 states
 
 
 def scan_launch(shared, split):
@@ -185,12 +186,23 @@ def launch_steps(q, k, v, g, beta, state, into, slots, o, in_place):
     block_v, warps = STEPS
     gated_delta_kernel[(triton.cdiv(Dv, block_v), Hv, B)](
         q, k, v, g, beta, state, into, slots, o,
-        q.stride(), k.stride(), v.stride(), g.stride(), beta.stride(), state.stride(), into.stride(), o.stride(),
-        L, Hv // Hk, Dk, Dv, slots is not None, in_place, triton.next_power_of_2(Dk), block_v, num_warps=warps,
+        q.stride(), k.stride(), v.stride(), g.stride(), beta.stride(), o.stride(), L, state.stride(), into.stride(),
+        Hv // Hk, Dk, Dv, slots is not None, in_place, triton.next_power_of_2(Dk), block_v, num_warps=warps,
     )  # fmt: skip
 
 
 def launch_chunks(q, k, v, g, beta, state, into, slots, o, in_place):
+    """In pieces, so that a long prompt or a large batch does not need memory without bounds. They change no bits."""
+    B, L, Hv = v.shape[:3]
+    size = max(1, CHUNKS_AT_ONCE // (B * Hv)) * CHUNK
+    for start in range(0, L, size):
+        now = slice(start, start + size)
+        launch_piece(q[:, now], k[:, now], v[:, now], g[:, now], beta[:, now], state, into, slots, o[:, now], in_place)
+        if not in_place:
+            state, slots = into, None
+
+
+def launch_piece(q, k, v, g, beta, state, into, slots, o, in_place):
     (B, L, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
     split = all(x.dtype == torch.bfloat16 for x in (q, k, v))
     chunks, block_k = triton.cdiv(L, CHUNK), max(16, triton.next_power_of_2(Dk))
@@ -198,18 +210,21 @@ def launch_chunks(q, k, v, g, beta, state, into, slots, o, in_place):
     def scratch(*shape, dtype=torch.float16 if split else torch.float32):
         return torch.empty(B, chunks, *shape, dtype=dtype, device=v.device)
 
-    queries, keys = scratch(Hk, CHUNK, block_k), scratch(Hk, CHUNK, block_k)
+    queries, keys, units = scratch(Hk, CHUNK, block_k), scratch(Hk, CHUNK, block_k), scratch(Hk, 2, dtype=torch.float32)
     solve, mix = scratch(Hv, 2 if split else 1, CHUNK, CHUNK), scratch(Hv, CHUNK, CHUNK)
-    decays, scalars = scratch(Hv, 3, CHUNK, dtype=torch.float32), scratch(Hv, 8, dtype=torch.float32)
-    chunk_matrices_kernel[(chunks, Hk, B)](
-        q, k, g, beta, queries, keys, solve, mix, decays, scalars,
-        q.stride(), k.stride(), g.stride(), beta.stride(),
-        L, Hk, Hv // Hk, Dk, split, CHUNK, block_k, num_warps=MATRICES_WARPS,
+    decays, scalars = scratch(Hv, 2, CHUNK, dtype=torch.float32), scratch(Hv, 4, dtype=torch.float32)
+    shrink = 1 / (16384 * block_k) if split else 1.0  # keeps products of two terms below 2^14
+    chunk_rows_kernel[(chunks, Hk, B)](
+        q, k, queries, keys, units, q.stride(), k.stride(), L, Dk, split, CHUNK, block_k, num_warps=8
+    )
+    chunk_matrices_kernel[(chunks, Hv, B)](
+        g, beta, queries, keys, units, solve, mix, decays, scalars, g.stride(), beta.stride(), L,
+        Hv // Hk, split, CHUNK, block_k, shrink, num_warps=MATRICES_WARPS,
     )  # fmt: skip
     block_v, warps, stages = scan_launch(facts(v.device).shared, split)
     chunk_scan_kernel[(triton.cdiv(Dv, block_v), Hv, B)](
         v, state, into, slots, o, queries, keys, solve, mix, decays, scalars,
         v.stride(), state.stride(), into.stride(), o.stride(),
         L, Hv, Hv // Hk, Dk, Dv, slots is not None, in_place, split,
-        CHUNK, block_k, block_v, num_warps=warps, num_stages=stages,
+        CHUNK, block_k, shrink, block_v, num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .rowwise import exact_exp, rounded
+from .elementary import precise_exp, rounded
+from .rowwise import delivered
 
 NOTHING = tl.constexpr(-0x80000000)  # below the order of every value
 MINUS_INFINITY = tl.constexpr(-0x7F800001)  # the order of -inf
@@ -50,9 +51,9 @@ def first_of(order, index, axis: tl.constexpr):
 @triton.jit
 def score_of(x, top, total, SIGMOID: tl.constexpr):
     if SIGMOID:
-        return tl.div_rn(1.0, 1.0 + exact_exp(-x))
+        return tl.div_rn(1.0, 1.0 + precise_exp(-x))
     else:
-        return tl.div_rn(exact_exp(x - top), total)
+        return tl.div_rn(precise_exp(x - top), total)
 
 
 @triton.jit
@@ -126,7 +127,7 @@ def route_kernel(
     top, total = 0.0, 1.0
     if not SIGMOID:
         top = tl.max(tl.where(valid, x, float("-inf")), 1, keep_dims=True)
-        total = tl.sum(tl.where(valid, exact_exp(x - top), 0.0), 1, keep_dims=True)
+        total = tl.sum(tl.where(valid, precise_exp(x - top), 0.0), 1, keep_dims=True)
     if SLOT_ORDER:
         tl.static_assert(TOKENS == 1)
         ids, weights = fill_slots(score_of(x, top, total, SIGMOID), expert, valid, K, SLOTS)
@@ -162,12 +163,8 @@ def contiguous_rows(t):
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
-def destination(shape, dtype, device, out):
+def contiguous_destination(shape, dtype, device, out):
     return out if out is not None and out.is_contiguous() else torch.empty(shape, dtype=dtype, device=device)
-
-
-def delivered(result, out):
-    return result if out is None or out is result else out.copy_(result)
 
 
 def route_launch(padded, slot_order):
@@ -183,8 +180,8 @@ def route(
 ):  # fmt: skip
     shape = (*logits.shape[:-1], k)
     ids_out, weights_out = out or (None, None)
-    ids = destination(shape, torch.int32, logits.device, ids_out)
-    weights = destination(shape, torch.float32, logits.device, weights_out)
+    ids = contiguous_destination(shape, torch.int32, logits.device, ids_out)
+    weights = contiguous_destination(shape, torch.float32, logits.device, weights_out)
     if ids.numel():
         x = contiguous_rows(logits)
         rows, E = x.shape
@@ -259,7 +256,7 @@ def bucket_kernel(
 def combine(y, weights, *, residual=None, shared=None, shared_gate=None, tokens=None, out=None):
     D = y.shape[-1]
     shape = (*y.shape[:-2], D) if tokens is None else residual.shape
-    result = destination(shape, y.dtype, y.device, out)
+    result = contiguous_destination(shape, y.dtype, y.device, out)
     if not result.numel():
         return delivered(result, out)
     rows = result.numel() // D

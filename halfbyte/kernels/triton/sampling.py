@@ -150,7 +150,7 @@ def reach(each, k):
     low, high = tl.min(each, 0), tl.max(each, 0)
     many = tl.sum((each >= low).to(tl.int32), 0)
     while (many > 2 * k) & (low < high):
-        middle = low + (high - low + 1) // 2
+        middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # their difference may overflow
         above = tl.sum((each >= middle).to(tl.int32), 0)
         low, high = tl.where(above >= k, middle, low), tl.where(above >= k, high, middle - 1)
         many = tl.where(above >= k, above, many)
@@ -202,38 +202,56 @@ def weigh(order, top, total, ONES: tl.constexpr):
 
 
 @triton.jit
-def weight_above(lists, many, bar, top, total, ONES: tl.constexpr, LIST: tl.constexpr):
-    """(weight, count) of the listed tokens from `bar` up."""
+def weigh_between(list, many, low, high, top, total, ONES: tl.constexpr, LIST: tl.constexpr):
+    """(weight, count) of the listed tokens from `low` up to below `high`."""
     weight, count = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
     for first in range(0, many, LIST):
         at = first + tl.arange(0, LIST)
-        order = tl.load(lists + at, mask=at < many, other=NOTHING)
-        above = (order >= bar) & (at < many)
-        weight += tl.sum(tl.where(above, weigh(order, top, total, ONES), 0), 0)
-        count += tl.sum(above.to(tl.int32), 0)
+        order = tl.load(list + at, mask=at < many, other=NOTHING)
+        between = (order >= low) & (order < high)
+        weight += tl.sum(tl.where(between, weigh(order, top, total, ONES), 0), 0)
+        count += tl.sum(between.to(tl.int32), 0)
     return weight, count
 
 
 @triton.jit
-def cut(lists, many, low, target, top, total, ONES: tl.constexpr, LIST: tl.constexpr):
+def keep_between(list, many, low, high, kept, LIST: tl.constexpr):
+    """Copies the tokens from `low` up to below `high` to `kept`, which may be `list`: a chunk is read, then written."""
+    count = tl.full([], 0, tl.int32)
+    for first in range(0, many, LIST):
+        at = first + tl.arange(0, LIST)
+        order = tl.load(list + at, mask=at < many, other=NOTHING)
+        between = (order >= low) & (order < high)
+        ones = between.to(tl.int32)
+        tl.store(kept + count + tl.cumsum(ones, 0) - ones, order, mask=between)
+        count += tl.sum(ones, 0)
+        tl.debug_barrier()
+
+
+@triton.jit
+def cut(list, spare, many, low, target, top, total, ONES: tl.constexpr, LIST: tl.constexpr):
     """The least token of the fewest largest, from `low` up, that weigh the target together; `low` if all do not."""
-    weight, count = weight_above(lists, many, low, top, total, ONES, LIST)
-    high, beyond = ordered(top, tl.zeros_like(count)) + 1, tl.zeros_like(count)
-    count = tl.where(weight < target, 0, count)
-    # Tokens from `low` up weigh the target, those from `high` up do not: until one token is between.
-    while count - beyond > 1:
+    high = ordered(top, tl.zeros_like(many)) + 1
+    weight, between = weigh_between(list, many, low, high, top, total, ONES, LIST)
+    between = tl.where(weight < target, 0, between)
+    beyond = tl.zeros_like(target)
+    # Tokens from `low` up weigh the target, those from `high` up do not: until only one is between.
+    while between > 1:
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        weight, above = weight_above(lists, many, middle, top, total, ONES, LIST)
-        enough = weight >= target
-        low, count = tl.where(enough, middle, low), tl.where(enough, above, count)
-        high, beyond = tl.where(enough, high, middle), tl.where(enough, beyond, above)
+        weight, above = weigh_between(list, many, middle, high, top, total, ONES, LIST)
+        enough = beyond + weight >= target
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        beyond, between = tl.where(enough, beyond, beyond + weight), tl.where(enough, above, between - above)
+        if (many > LIST) & (2 * between <= many):
+            keep_between(list, many, low, high, spare, LIST)
+            list, many = spare, between
     return low
 
 
 @triton.jit
 def choose_kernel(
-    temperature, top_k, top_p, min_p, seeds, positions, tops, masses, largest, drawn, listed, lists, out,
-    V, chunks, out_stride, CHUNKS: tl.constexpr, LIST: tl.constexpr, FILTERED: tl.constexpr,
+    temperature, top_k, top_p, min_p, seeds, positions, tops, masses, largest, drawn, listed, lists, spares,
+    out, V, chunks, out_stride, CHUNKS: tl.constexpr, LIST: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
     """The token of one row."""
     row = tl.program_id(0).to(tl.int64)
@@ -248,12 +266,13 @@ def choose_kernel(
         if (k > 0) | (p < 1) | (least > 0):
             many = tl.load(listed + row)
             lists += row * V
+            spares += row * V
             low = ordered(top, tl.zeros_like(many))
             for first in range(0, many, LIST):
                 at = first + tl.arange(0, LIST)
                 low = tl.minimum(low, tl.min(tl.load(lists + at, mask=at < many, other=low), 0))
             if k > 0:
-                low = cut(lists, many, low, k.to(tl.int64), top, total, True, LIST)
+                low = cut(lists, spares, many, low, k.to(tl.int64), top, total, True, LIST)
             if p < 1:
                 if k > 0:
                     terms = tl.full([], 0, tl.int64)
@@ -263,7 +282,7 @@ def choose_kernel(
                         kept = (order >= low) & (at < many)
                         terms += tl.sum(tl.where(kept, (tl.exp(value_of(order) - top) * TERM).to(tl.int64), 0), 0)
                     total = (terms.to(tl.float64) / TERM).to(tl.float32)
-                low = cut(lists, many, low, (p * MASS).to(tl.int64), top, total, False, LIST)
+                low = cut(lists, spares, many, low, (p * MASS).to(tl.int64), top, total, False, LIST)
             bar = top + tl.log(least)
             chosen = tl.full([], NOTHING, tl.int64)
             for first in range(0, many, LIST):
@@ -298,10 +317,10 @@ def sample(logits, params, seeds, positions, *, out=None):
     chunks, blocks = triton.cdiv(V, chunk), triton.cdiv(V, peak)
     filtered = top_k is not None or top_p is not None or min_p is not None
     tops, largest, drawn = (scratch(d, B, chunks) for d in (torch.float32, torch.int64, torch.int64))
-    peaks = masses = listed = lists = None
+    peaks = masses = listed = lists = spares = None
     if filtered:
         peaks, masses = scratch(torch.float32, B, blocks), scratch(torch.float32, B, chunks)
-        listed, lists = scratch(torch.int32, B), scratch(torch.int64, B, V)
+        listed, lists, spares = (scratch(torch.int32, B), *(scratch(torch.int64, B, V) for _ in range(2)))
     given = logits, counts, temperature, repetition, presence, frequency
     strides = logits.stride(), (0, 0) if counts is None else counts.stride()
     seeds, positions = seeds.contiguous(), positions.contiguous()
@@ -316,7 +335,7 @@ def sample(logits, params, seeds, positions, *, out=None):
             CHUNK=chunk, BLOCKS=triton.next_power_of_2(blocks), num_warps=4, **wide,
         )  # fmt: skip
     choose_kernel[(B,)](
-        temperature, top_k, top_p, min_p, seeds, positions, tops, masses, largest, drawn, listed, lists, ids,
-        V, chunks, ids.stride(0), LIST=LIST, FILTERED=filtered, num_warps=8 if filtered else 4, **wide,
+        temperature, top_k, top_p, min_p, seeds, positions, tops, masses, largest, drawn, listed, lists, spares,
+        ids, V, chunks, ids.stride(0), LIST=LIST, FILTERED=filtered, num_warps=8 if filtered else 4, **wide,
     )  # fmt: skip
     return ids
