@@ -85,7 +85,7 @@ def delta(
         return (q, k, make(B, L, Hv, Dv, dtype=dtype), g, beta), kwargs
 
     def flops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Of the rule itself: S k, the outer product and S q of each token. The chunked form does more, on other units."""
+        """Of the rule itself: S k, the outer product and S q of each token. The chunked form does more of them."""
         return 6.0 * B * L * Hv * Dv * Dk
 
     said = [form or "", "slots" if slots else "", "zeros" if zeros else "", "strided" if strided else ""]

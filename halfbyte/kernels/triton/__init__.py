@@ -3,6 +3,6 @@
 
 import os
 
-# Products and sums may contract to fused multiply-adds, as always so far; Triton 3.9 warns that its default will change.
+# Products and sums may contract to fused multiply-adds, as always so far; Triton 3.9 warns that this will change.
 # Where each rounding counts, a launch says enable_fp_fusion=False.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

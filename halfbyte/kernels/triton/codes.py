@@ -9,10 +9,10 @@ mantissa. Neighbouring codes share a shift: they come out at different p, and th
 multiplied into the activations, once. What the 1 adds is the sum of those activations, subtracted once a chunk.
 """
 
+# ruff: noqa: RUF005 - Triton knows no starred tuples
+
 import triton
 import triton.language as tl
-
-CHUNK = tl.constexpr(32)
 
 
 @triton.jit
@@ -45,21 +45,32 @@ def gathered(source, at, KIND: tl.constexpr):
 
 
 @triton.jit
-def chunk_words(words, rows, chunks, pitch, BITS: tl.constexpr, WIDE: tl.constexpr):
-    """The words of chunks as a tuple of BITS tiles [C, R], loaded WIDE words at a time.
+def row_words(K, FORMAT: tl.constexpr):
+    """The words of a row, such that the compiler sees what they are a multiple of."""
+    if FORMAT.wide == 0:
+        return K * FORMAT.bits // 32
+    else:
+        return K // 32 * FORMAT.bits
 
-    WIDE 0 is byte by byte, and never reads past the row where its last chunk is half a one. Chunks are the first axis
-    because threads are laid along the first of two axes that look alike to the compiler.
+
+@triton.jit
+def chunk_words(words, rows, chunks, K, FORMAT: tl.constexpr):
+    """The words of chunks as a tuple of tiles [C, R], as many as a code has bits.
+
+    Read byte by byte, a row whose last chunk is half a one is not read past its end. Chunks are the first axis because
+    threads are laid along the first of two axes that look alike to the compiler.
     """
+    BITS: tl.constexpr = FORMAT.bits
+    pitch = row_words(K, FORMAT)
     at = rows[None, :] * pitch + chunks[:, None] * BITS
     parts = ()
-    if WIDE == 4:
+    if FORMAT.wide == 4:
         for i in tl.static_range(BITS // 4):
             parts = parts + quarters(tl.load(words + (at[:, :, None] + (4 * i + tl.arange(0, 4)))))
-    elif WIDE == 2:
+    elif FORMAT.wide == 2:
         for i in tl.static_range(BITS // 2):
             parts = parts + tl.split(tl.load(words + (at[:, :, None] + (2 * i + tl.arange(0, 2)))))
-    elif WIDE == 1:
+    elif FORMAT.wide == 1:
         for i in tl.static_range(BITS):
             parts = parts + (tl.load(words + (at + i)),)
     else:

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from .codes import e4m3_value, power_value
 from .device import INTERPRETED
+from .stacks import on_device
 
 NV_RANGE = 448.0 * 6.0
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -199,36 +200,75 @@ def codes_apart(w, CODE: tl.constexpr, FORMAT: tl.constexpr, TYPE: tl.constexpr)
 
 
 @triton.jit
+def shuffled_codes(w, FORMAT: tl.constexpr, TYPE: tl.constexpr, NVIDIA: tl.constexpr):
+    """TYPE [rows, 8 WORDS]: what the 4-bit codes of words w [rows, WORDS] stand for before scaling, exactly.
+
+    They come in the order in which the tensor cores want them in registers, so that a thread loads whole words and
+    keeps all of their codes: see `shuffled`. NVIDIA's instructions are 11 a word.
+    """
+    ROWS: tl.constexpr = w.shape[0]
+    WORDS: tl.constexpr = w.shape[1]
+    if NVIDIA:
+        a, b, c, d = tl.inline_asm_elementwise(
+            NIBBLES,
+            "=&r,=&r,=&r,=&r,r",
+            [w],
+            (tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
+        v = tl.join(tl.join(both_halves(a), both_halves(b)), tl.join(both_halves(c), both_halves(d)))
+    else:
+        a, b = codes_apart(w, 0, FORMAT, TYPE), codes_apart(w, 1, FORMAT, TYPE)
+        c, d = codes_apart(w, 2, FORMAT, TYPE), codes_apart(w, 3, FORMAT, TYPE)
+        v = tl.join(tl.join(a, b), tl.join(c, d))
+    # [rows, word, half, i % 2, i // 2]; a quarter of the words is of one thread
+    return v.reshape(ROWS, 4, WORDS // 4, 2, 2, 2).permute(0, 2, 5, 4, 1, 3).reshape(ROWS, 8 * WORDS)
+
+
+@triton.jit
 def code_tile(
     matrix, n, inside, first, FORMAT: tl.constexpr, TYPE: tl.constexpr, COLUMNS: tl.constexpr,
     SHUFFLED: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """TYPE [rows, COLUMNS]: what codes stand for before scaling, exactly; `first` is a multiple of COLUMNS.
-
-    SHUFFLED 4-bit codes stand in the order in which the tensor cores want them in registers, so that a thread loads
-    whole words and keeps all of their codes: see `shuffled`. NVIDIA decodes them in 11 instructions a word.
-    """
+    """TYPE [rows, COLUMNS]: what codes stand for before scaling, exactly; `first` is a multiple of COLUMNS."""
     words, row_words = matrix[0], matrix[3]
     ROWS: tl.constexpr = n.shape[0]
     if SHUFFLED:
-        WORDS: tl.constexpr = COLUMNS // 8
-        w = word(words, n * row_words + first // 8 + tl.arange(0, WORDS)[None, :], inside, True)
-        if NVIDIA:
-            a, b, c, d = tl.inline_asm_elementwise(
-                NIBBLES, "=&r,=&r,=&r,=&r,r", [w], (tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True, pack=1
-            )
-            v = tl.join(tl.join(both_halves(a), both_halves(b)), tl.join(both_halves(c), both_halves(d)))
-        else:
-            a, b = codes_apart(w, 0, FORMAT, TYPE), codes_apart(w, 1, FORMAT, TYPE)
-            c, d = codes_apart(w, 2, FORMAT, TYPE), codes_apart(w, 3, FORMAT, TYPE)
-            v = tl.join(tl.join(a, b), tl.join(c, d))
-        # [rows, word, half, i % 2, i // 2]; a quarter of the words is of one thread
-        v = v.reshape(ROWS, 4, WORDS // 4, 2, 2, 2).permute(0, 2, 5, 4, 1, 3).reshape(ROWS, COLUMNS)
+        w = word(words, n * row_words + first // 8 + tl.arange(0, COLUMNS // 8)[None, :], inside, True)
+        v = shuffled_codes(w, FORMAT, TYPE, NVIDIA)
     else:
         unit = first // FORMAT.unit + tl.arange(0, COLUMNS // FORMAT.unit)[None, :]
         q = codes(words, n * row_words + unit * FORMAT.words, inside, FORMAT)
         v = values(q, FORMAT).to(TYPE).reshape(ROWS, COLUMNS)
     return v
+
+
+@triton.jit
+def two_code_tiles(
+    matrix, n, inside, first, FORMAT: tl.constexpr, TYPE: tl.constexpr, COLUMNS: tl.constexpr, NVIDIA: tl.constexpr
+):
+    """Two neighbouring shuffled tiles, from words loaded as one."""
+    ROWS: tl.constexpr = n.shape[0]
+    w = word(matrix[0], n * matrix[3] + first // 8 + tl.arange(0, COLUMNS // 4)[None, :], inside, True)
+    a, b = tl.split(w.reshape(ROWS, 2, COLUMNS // 8).permute(0, 2, 1))
+    return shuffled_codes(a, FORMAT, TYPE, NVIDIA), shuffled_codes(b, FORMAT, TYPE, NVIDIA)
+
+
+@triton.jit
+def scale_pairs(matrix, n, pair, inside, FORMAT: tl.constexpr):
+    """The scales of groups 2 pair and 2 pair + 1 in one word, to be carried from step to step as it was loaded."""
+    return tl.load(matrix[1].to(tl.pointer_type(tl.uint32)) + (n * matrix[4] // 2 + pair), inside, other=0)
+
+
+@triton.jit
+def two_scales(pair, FORMAT: tl.constexpr):
+    if FORMAT.scale_type == tl.bfloat16:
+        first, second = (pair << 16).to(tl.float32, bitcast=True), (pair & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        first = pair.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        second = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return first, second
 
 
 @triton.jit
@@ -240,9 +280,9 @@ def shuffled(x, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def narrowed(w, TYPE: tl.constexpr, BY_HAND: tl.constexpr):
-    """float32 rounded to TYPE, to even; BY_HAND to bfloat16 in the interpreter, which would cut bits off."""
-    if BY_HAND:
+def narrowed(w, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """float32 rounded to TYPE, to even. The interpreter would cut a bfloat16 off."""
+    if INTERPRETED and TYPE == tl.bfloat16:  # noqa: SIM300
         bits = w.to(tl.uint32, bitcast=True)
         even = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
         w = tl.where(w == w, even, w)
@@ -252,7 +292,7 @@ def narrowed(w, TYPE: tl.constexpr, BY_HAND: tl.constexpr):
 @triton.jit
 def dequantize_kernel(
     words, scales, biases, factors, out, units: tl.int64, units_per_matrix: tl.int64,
-    FORMAT: tl.constexpr, TYPE: tl.constexpr, FACTOR: tl.constexpr, ONCE: tl.constexpr, BY_HAND: tl.constexpr,
+    FORMAT: tl.constexpr, TYPE: tl.constexpr, FACTOR: tl.constexpr, ONCE: tl.constexpr, INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Units of a flat stream. Rounded to TYPE after every step, as mlx does, or at the end only (ONCE)."""
@@ -265,32 +305,34 @@ def dequantize_kernel(
     if FACTOR:
         s *= tl.div_rn(tl.load(factors + unit // units_per_matrix, inside, other=0.0), FORMAT.factor)
     elif not ONCE:
-        s = narrowed(s, TYPE, BY_HAND).to(tl.float32)
+        s = narrowed(s, TYPE, INTERPRETED).to(tl.float32)
     w = values(q, FORMAT).reshape(BLOCK, UNIT) * s[:, None]
     if FORMAT.mode == "affine":
         b = group_values(biases, group, inside, FORMAT)
         if not ONCE:
-            w, b = narrowed(w, TYPE, BY_HAND).to(tl.float32), narrowed(b, TYPE, BY_HAND).to(tl.float32)
+            w, b = narrowed(w, TYPE, INTERPRETED).to(tl.float32), narrowed(b, TYPE, INTERPRETED).to(tl.float32)
         w += b[:, None]
     at = tl.program_id(0).to(tl.int64) * (BLOCK * UNIT) + tl.arange(0, BLOCK * UNIT)
-    tl.store(out + at, narrowed(w, TYPE, BY_HAND).reshape(BLOCK * UNIT), at < units * UNIT)
+    tl.store(out + at, narrowed(w, TYPE, INTERPRETED).reshape(BLOCK * UNIT), at < units * UNIT)
 
 
-# 2026-11-15, H200: units of one thread, and warps.
-THREAD_UNITS, WARPS = 1, 8
+# 2026-11-15, H200, 12288 x 4096 to bfloat16, units of a thread and warps of a program. One word a unit: (4, 4) moves
+# 3650 GB/s in 4 bits and 3710 in 8 (one unit, 8 warps: 3480 and 2960). Three or five words: (1, 8), 3620 to 3750.
+SINGLE_WORDS, LONGER_UNITS = (4, 4), (1, 8)
 
 
-def dequantized(p, dtype, out, once, thread_units=THREAD_UNITS, warps=WARPS):
+def dequantized(p, dtype, out, once):
     """Fill the contiguous `out` with p's weights, rounded once or as the op promises."""
     given = operand(p)
     form, factor = given.format, p.global_scale
     words, scales, biases = (t.contiguous() for t in given.operand[:3])
-    units, block = out.numel() // form.unit, 32 * warps * thread_units
-    each = units if factor is None or factor.numel() == 1 else units // factor.numel()
+    each, warps = SINGLE_WORDS if form.words == 1 else LONGER_UNITS
+    units, block = out.numel() // form.unit, 32 * warps * each
+    units_each = units if factor is None or factor.numel() == 1 else units // factor.numel()
     dequantize_kernel[(triton.cdiv(units, block),)](
-        words, scales, biases, given.operand[3], out, units, each,
+        words, scales, biases, given.operand[3], out, units, units_each,
         FORMAT=form, TYPE=TYPES[dtype], FACTOR=factor is not None, ONCE=once,
-        BY_HAND=INTERPRETED and dtype == torch.bfloat16, BLOCK=block, num_warps=warps, enable_fp_fusion=once,
+        INTERPRETED=INTERPRETED, BLOCK=block, num_warps=warps, enable_fp_fusion=once,
     )  # fmt: skip
     return out
 
@@ -313,7 +355,7 @@ class Format(NamedTuple):
     scale_type: tl.dtype = tl.uint8  # of dense weights, their own
     apart: bool = False  # matrices that lie apart: addresses stand for pointers
     aligned: bool = True  # words and scales can be loaded whole
-    wide: bool = True  # and every matrix begins at 16 bytes
+    wide: bool = True  # every row of scales begins at a word; matrices that lie apart begin at 16 bytes
     factor: float = NV_RANGE
 
 
@@ -337,8 +379,9 @@ def operand(w):
     unit, count = unit_of(w.bits)
     form = Format(w.mode, w.bits, w.group, unit, count, TYPES.get(w.scale_dtype, tl.uint8))
     if hasattr(w, "addresses"):
-        places = w.addresses.to(w.device)
+        places, _ = on_device(w)
         aligned, wide = alignment(w)
+        wide = wide and K // w.group % 2 == 0
         form = form._replace(apart=True, aligned=aligned, wide=wide)
         return Operand((*places, places, 0, K * w.bits // 32, 0, K // w.group, 0), form, False)
     words = w.words.view(torch.int32).reshape(-1, N, K * w.bits // 32)
@@ -350,14 +393,18 @@ def operand(w):
         scales, biases = scales.contiguous(), biases.contiguous()
     factors = scales if w.global_scale is None else w.global_scale.reshape(-1).contiguous()
     steps = (*words.stride()[:2], *scales.stride()[:2], int(w.global_scale is not None and factors.numel() > 1))
+    form = form._replace(wide=scales.data_ptr() % 4 == 0 and not any(step % 2 for step in scales.stride()[:2]))
     return Operand((words, scales, biases, factors, *steps), form, w.global_scale is not None)
 
 
 def alignment(w):
     """Of matrices that lie apart: can words and scales be loaded whole, and do all begin at 16 bytes?"""
-    words = scales = 0
-    for t in w.words:
-        words |= t.data_ptr()
-    for t in (*w.scales, *w.biases):
-        scales |= t.data_ptr()
-    return words % 4 == 0 and scales % w.scale_dtype.itemsize == 0, (words | scales) % 16 == 0
+    if not hasattr(w.addresses, "alignment"):
+        words = scales = 0
+        for t in w.words:
+            words |= t.data_ptr()
+        for t in (*w.scales, *w.biases):
+            scales |= t.data_ptr()
+        whole = words % 4 == 0 and scales % w.scale_dtype.itemsize == 0
+        w.addresses.alignment = whole, (words | scales) % 16 == 0
+    return w.addresses.alignment

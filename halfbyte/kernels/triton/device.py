@@ -32,6 +32,15 @@ def facts(device: torch.device) -> Facts:
     return _read(device.index or 0) if device.type == "cuda" else H200
 
 
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Launch options with which a kernel starts while the one before it still runs (Hopper and later).
+
+    Such a kernel may touch nothing but weights before its gdc_wait(): anything else may still be being written.
+    """
+    able = facts(device).capability >= 90 and not INTERPRETED
+    return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
+
+
 def pretend(other: Facts | None) -> None:
     """Choose launch sizes as if on another device, so that they can be compiled for it without one."""
     global _pretended

@@ -38,14 +38,17 @@ def exp(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def tanh(x, PRECISE: tl.constexpr):
-    """A polynomial near 0, where 1 - 2 / (1 + e^2x) would cancel (coefficients of Cephes' tanhf)."""
-    size, square = tl.abs(x), x * x
-    near = -5.70498872745e-3 * square + 2.06390887954e-2
-    near = near * square - 5.37397155531e-2
-    near = near * square + 1.33314422036e-1
-    near = near * square - 3.33332819422e-1
-    far = 1.0 - 2.0 / (1.0 + exp(2.0 * size, PRECISE))
-    return tl.where(size < 0.625, near * square * x + x, tl.where(x < 0, -far, far))
+    """1 - 2 / (1 + e^2x), and near 0, where that would cancel, a polynomial: that of Cephes' tanhf, or a short one."""
+    square = x * x
+    if PRECISE:
+        near = -5.70498872745e-3 * square + 2.06390887954e-2
+        near = near * square - 5.37397155531e-2
+        near = near * square + 1.33314422036e-1
+        near = near * square - 3.33332819422e-1
+        return tl.where(square < 0.390625, near * square * x + x, 1.0 - 2.0 / (1.0 + precise_exp(2.0 * x)))
+    else:
+        near = 0.13333333 * square - 0.33333333
+        return tl.where(square < 0.04, near * square * x + x, 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268)))
 
 
 @triton.jit

@@ -5,25 +5,22 @@ every tile of keys and values is read once for all of them. Tiles walk the posit
 (online softmax), in powers of two: scores are q . k times `scale`, which is positive and has log2(e) in it; a soft cap
 is tanh(q . k inner) times a scale. Sixteen-bit inputs of one dtype go to the tensor cores; all others are widened to
 float32 and multiplied as IEEE says.
+
+Many rows stand on the wide side of the products. Few rows (decoding) leave it to the keys and values, whose reading
+bounds them: then nothing is padded to 64 rows, and both go from shared memory straight into the tensor cores.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .device import INTERPRETED, facts
+from .device import overlap
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr(float("-inf"))
 JOINED = 16  # splits that `merge_splits` adds side by side
 MERGED = 64  # columns of one of its programs
-
-
-def overlap(device):
-    """Launch options with which a kernel starts while the one before it ends (Hopper on); it waits for its results."""
-    able = facts(device).capability >= 90 and not INTERPRETED
-    return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
 
 
 @triton.jit
@@ -57,13 +54,20 @@ def seen_by(token, length, L, S, window, CAUSAL: tl.constexpr, RING: tl.constexp
 
 @triton.jit
 def load_tile(
-    base, strides, positions, inside, S, SIZE: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    base, strides, first, step, inside, S, SIZE: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr, STEADY: tl.constexpr,
 ):  # fmt: skip
-    """Rows [positions, SIZE] of one kv head. What no query sees may hold anything, and 0 times NaN is NaN: not read."""
-    rows = (positions % S if RING else positions).to(tl.int64)
+    """The rows first + step of one kv head. What no query sees may hold anything, and 0 times NaN is NaN: not read.
+
+    STEADY spends registers on addresses relative to `first`, which saves arithmetic in the loop over tiles.
+    """
     column = tl.arange(0, BLOCK)
-    at = base + rows[:, None] * strides[1] + column[None, :] * strides[3]
+    if STEADY and not RING:
+        at = base + tl.cast(first, tl.int64) * strides[1]
+        at += step.to(tl.int64)[:, None] * strides[1] + column[None, :] * strides[3]
+    else:
+        rows = ((first + step) % S if RING else first + step).to(tl.int64)
+        at = base + rows[:, None] * strides[1] + column[None, :] * strides[3]
     if MASKED:
         return tl.load(at, mask=inside[:, None] & (column < SIZE)[None, :], other=0.0)
     elif BLOCK != SIZE:
@@ -85,57 +89,107 @@ def products(q, keys):
 
 
 @triton.jit
+def soften(scores, peak, scale, AXIS: tl.constexpr):
+    """exp2(scores - peak) of a tile with positions on AXIS, the new peak, and by what sums at the old one shrink."""
+    top = tl.maximum(peak, tl.max(scores, AXIS) * scale)
+    shift = tl.where(top == NOTHING, 0.0, top)
+    return tl.exp2(scores * scale - tl.expand_dims(shift, AXIS)), top, tl.exp2(peak - shift)
+
+
+@triton.jit
 def attend_tile(
     q, state, cache, seen, first, scale, inner,
-    D: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr, FEW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The running state (peak, weight, sums) of all rows after one more tile of positions.
+    """The running state (peak, weight, sums) of many rows after one more tile of positions.
 
     `seen` is (near, far, low, high): of a MASKED tile the positions near .. far are read, and row r sees low[r] ..
     high[r]; all rows see all of another. `cache` is (k, v, their strides, S), at the head and slot that is read.
-    Of FEW rows, whose tiles lie across warps, weights are added up across positions at the end; and there is time to
-    keep what their rounding for the tensor cores drops, as a second term.
     """
     peak, weight, sums = state
     k, v, k_strides, v_strides, S = cache
     near, far, low, high = seen
-    positions = first + tl.arange(0, BLOCK_N)
+    step = tl.arange(0, BLOCK_N)
+    positions = first + step
     inside = (positions >= near) & (positions < far)
-    keys = load_tile(k, k_strides, positions, inside, S, D, RING, MASKED, q.shape[1]).to(q.dtype)
+    keys = load_tile(k, k_strides, first, step, inside, S, D, RING, MASKED, q.shape[1], False).to(q.dtype)
     scores = products(q, keys)
     if inner is not None:
         scores = tanh(scores * inner)
     if MASKED:
         visible = (positions[None, :] >= low[:, None]) & (positions[None, :] < high[:, None])
         scores = tl.where(visible, scores, NOTHING)
-    top = tl.maximum(peak, tl.max(scores, 1) * scale)
-    shift = tl.where(top == NOTHING, 0.0, top)
-    weights = tl.exp2(scores * scale - shift[:, None])
-    shrink = tl.exp2(peak - shift)
-    weight = weight * shrink[:, None] + weights if FEW else weight * shrink + tl.sum(weights, 1)
-    values = load_tile(v, v_strides, positions, inside, S, DV, RING, MASKED, sums.shape[1]).to(q.dtype)
-    rounded = weights.to(q.dtype)
-    sums = tl.dot(rounded, values, sums * shrink[:, None], input_precision="ieee")
-    if FEW and q.dtype != tl.float32:
-        sums = tl.dot((weights - rounded.to(tl.float32)).to(q.dtype), values, sums)
+    weights, top, shrink = soften(scores, peak, scale, 1)
+    weight = weight * shrink + tl.sum(weights, 1)
+    values = load_tile(v, v_strides, first, step, inside, S, DV, RING, MASKED, sums.shape[1], False).to(q.dtype)
+    sums = tl.dot(weights.to(q.dtype), values, sums * shrink[:, None], input_precision="ieee")
     return top, weight, sums
 
 
 @triton.jit
-def no_state(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, FEW: tl.constexpr):
+def attend_turned(
+    q, state, cache, seen, first, scale, inner,
+    D: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, TWICE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """As a masked `attend_tile`, of few rows: keys and values stand on the wide side of the products, [positions, rows]
+    and [DV, rows], and are read from shared memory by the tensor cores themselves.
+
+    Weights are added up across positions at the end only. What their rounding drops is added as a second term: by the
+    second half of the rows, where those are the first TWICE, else by another product.
+    """
+    peak, weight, sums = state
+    k, v, k_strides, v_strides, S = cache
+    near, far, low, high = seen
+    step = tl.arange(0, BLOCK_N)
+    positions = first + step
+    inside = (positions >= near) & (positions < far)
+    keys = load_tile(k, k_strides, first, step, inside, S, D, RING, True, q.shape[1], True).to(q.dtype)
+    scores = products(keys, q)
+    if inner is not None:
+        scores = tanh(scores * inner)
+    visible = (positions[:, None] >= low[None, :]) & (positions[:, None] < high[None, :])
+    weights, top, shrink = soften(tl.where(visible, scores, NOTHING), peak, scale, 0)
+    weight = weight * shrink[None, :] + weights
+    values = load_tile(v, v_strides, first, step, inside, S, DV, RING, True, sums.shape[0], True).to(q.dtype)
+    rounded = weights.to(q.dtype)
+    dropped = (weights - rounded.to(tl.float32)).to(q.dtype)
+    if TWICE:
+        rounded = tl.where((tl.arange(0, q.shape[0]) < q.shape[0] // 2)[None, :], rounded, dropped)
+    sums = tl.dot(tl.trans(values), rounded, sums * shrink[None, :], input_precision="ieee")
+    if not TWICE and q.dtype != tl.float32:
+        sums = tl.dot(tl.trans(values), dropped, sums)
+    return top, weight, sums
+
+
+@triton.jit
+def no_state(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
     """The state before the first tile."""
     peak = tl.full([BLOCK_M], NOTHING, tl.float32)
-    weight = tl.zeros([BLOCK_M, BLOCK_N] if FEW else [BLOCK_M], tl.float32)
-    return peak, weight, tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    return peak, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+
+
+@triton.jit
+def no_turned(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr):
+    peak = tl.full([BLOCK_M], NOTHING, tl.float32)
+    return peak, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_DV, BLOCK_M], tl.float32)
 
 
 @triton.jit
 def finished(state):
     """The weighted mean of a state and the base-2 logarithm of its sum of weights; zeros and -inf of nothing."""
     peak, weight, sums = state
-    weight = tl.sum(weight, 1) if len(weight.shape) == 2 else weight
     return sums / tl.where(weight == 0.0, 1.0, weight)[:, None], peak + tl.log2(weight)
+
+
+@triton.jit
+def finished_turned(state, TWICE: tl.constexpr):
+    peak, weight, sums = state
+    if TWICE:
+        DV: tl.constexpr = sums.shape[0]
+        HALF: tl.constexpr = sums.shape[1] // 2
+        both = tl.sum(sums.reshape(DV, 2, HALF), 1)
+        sums = tl.broadcast_to(both[:, None, :], [DV, 2, HALF]).reshape(DV, 2 * HALF)
+    return finished((peak, tl.sum(weight, 0), tl.trans(sums)))
 
 
 @triton.jit
@@ -167,7 +221,7 @@ def attend_splits_kernel(
     q, k, v, lengths, slots, means, logs, L, G, S, scale, inner, window, splits, q_strides, k_strides, v_strides,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, RING: tl.constexpr,
     CHUNK: tl.constexpr, SHORT: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT: tl.constexpr, TWICE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Few rows, many positions: one tile of rows against a run of chunks, each of which leaves its own mean and log.
 
@@ -176,7 +230,8 @@ def attend_splits_kernel(
     """
     worker, workers = tl.program_id(0), tl.num_programs(0)
     b, g = (tl.program_id(2) // G).to(tl.int64), (tl.program_id(2) % G).to(tl.int64)
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    place = tl.arange(0, BLOCK_M)
+    row = place % (BLOCK_M // 2) if TWICE else tl.program_id(1) * BLOCK_M + place
     token, head = row // GROUP, g * GROUP + row % GROUP
     is_row = token < L
     if OVERLAP:
@@ -194,15 +249,16 @@ def attend_splits_kernel(
     v += slot * v_strides[0] + g * v_strides[2]
     line = ((b * L + token) * (G * GROUP) + head) * splits
     seen, cache = (near, length, low, high), (k, v, k_strides, v_strides, S)
-    state = no_state(BLOCK_M, BLOCK_N, BLOCK_DV, True)
+    is_row &= (place < BLOCK_M // 2) | (not TWICE)
+    state = no_turned(BLOCK_M, BLOCK_N, BLOCK_DV)
     stop = tl.minimum(near + chunk_to * chunk, length)
     for first in tl.range(near + chunk_from * chunk, stop, BLOCK_N):
-        state = attend_tile(queries, state, cache, seen, first, scale, inner, D, DV, RING, True, True, BLOCK_N)
+        state = attend_turned(queries, state, cache, seen, first, scale, inner, D, DV, RING, TWICE, BLOCK_N)
         done = first + BLOCK_N - near
         if (done % chunk == 0) | (first + BLOCK_N >= stop):
-            mean, log = finished(state)
+            mean, log = finished_turned(state, TWICE)
             store_split(means, logs, line + (done - 1) // chunk, mean, log, is_row, DV, BLOCK_DV)
-            state = no_state(BLOCK_M, BLOCK_N, BLOCK_DV, True)
+            state = no_turned(BLOCK_M, BLOCK_N, BLOCK_DV)
     if worker == workers - 1:
         absent = tl.arange(0, MOST)[None, :]
         mask = is_row[:, None] & (absent >= chunks) & (absent < splits)
@@ -262,7 +318,7 @@ def attend_range(
     D: tl.constexpr, DV: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     for first in tl.range(start, stop, BLOCK_N):
-        state = attend_tile(q, state, cache, seen, first, scale, inner, D, DV, RING, MASKED, False, BLOCK_N)
+        state = attend_tile(q, state, cache, seen, first, scale, inner, D, DV, RING, MASKED, BLOCK_N)
     return state
 
 
@@ -299,7 +355,7 @@ def attend_rows_kernel(
     stop = tl.maximum(tl.minimum(start + share, far), start)
     whole_from = tl.minimum(tl.maximum(tl.cdiv(all_from, BLOCK_N) * BLOCK_N, start), stop)
     whole_to = tl.maximum(tl.minimum(all_to // BLOCK_N * BLOCK_N, stop), whole_from)
-    state = no_state(BLOCK_M, BLOCK_N, BLOCK_DV, False)
+    state = no_state(BLOCK_M, BLOCK_DV)
     seen, cache = (near, far, low, high), (k, v, k_strides, v_strides, S)
     if RING:
         state = attend_range(queries, state, cache, seen, start, whole_from, scale, inner, D, DV, RING, True, BLOCK_N)

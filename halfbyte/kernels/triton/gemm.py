@@ -27,7 +27,10 @@ from .dequant import (
     group_values,
     matrix_of,
     operand,
+    scale_pairs,
     shuffled,
+    two_code_tiles,
+    two_scales,
     weight_tile,
 )
 from .device import INTERPRETED, facts
@@ -75,40 +78,66 @@ def sums_of(
     FORMAT: tl.constexpr, GATED: tl.constexpr, STYLE: tl.constexpr, EVEN: tl.constexpr,
     SHUFFLED: tl.constexpr, NVIDIA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BLOCK_N, BLOCK_M]: sums over columns [begin, end) of rows n of a matrix, or of two, times rows of x."""
+    """float32 [BLOCK_N, BLOCK_M]: sums over columns [begin, end) of rows n of a matrix, or of two, times rows of x.
+
+    Scales are loaded one step ahead: nothing else would hide how long that takes.
+    """
     wide = n[:, None]
-    inside = wide < N
+    inside, exists = wide < N, n < N
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     others = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if STYLE == "codes":  # scales are loaded one step ahead: nothing else would hide how long that takes
-        first, last = begin // BLOCK_K, tl.cdiv(end, BLOCK_K) - 1
-        scale = group_values(matrix[1], n * matrix[4] + first, n < N, FORMAT)
+    if STYLE == "pairs":
+        last = end // BLOCK_K - 1
+        scale = scale_pairs(matrix, n, begin // BLOCK_K, exists, FORMAT)
         if GATED:
-            other_scale = group_values(second[1], n * second[4] + first, n < N, FORMAT)
-    for at in range(begin, end, BLOCK_K):
-        k = at + tl.arange(0, BLOCK_K)[None, :]
-        piece = tl.load(rows + k, has if EVEN else has & (k < K), other=0.0)
-        if STYLE == "codes":
-            group = tl.minimum(at // BLOCK_K + 1, last)
-            next_scale = group_values(matrix[1], n * matrix[4] + group, n < N, FORMAT)
-            v = code_tile(matrix, wide, inside, at, FORMAT, piece.dtype, BLOCK_K, SHUFFLED, NVIDIA)
-            sums += tl.dot(v, piece.T) * scale[:, None]
+            other_scale = scale_pairs(second, n, begin // BLOCK_K, exists, FORMAT)
+        for at in range(begin, end, BLOCK_K):
+            ahead = tl.minimum(at // BLOCK_K + 1, last)
+            k = at + tl.arange(0, BLOCK_K // 2)[None, :]
+            left = tl.load(rows + k, has, other=0.0)
+            right = tl.load(rows + BLOCK_K // 2 + k, has, other=0.0)
+            a, b = two_code_tiles(matrix, wide, inside, at, FORMAT, left.dtype, BLOCK_K // 2, NVIDIA)
+            u, v = two_scales(scale, FORMAT)
+            scale = scale_pairs(matrix, n, ahead, exists, FORMAT)
+            sums += tl.dot(a, left.T) * u[:, None]
+            sums += tl.dot(b, right.T) * v[:, None]
+            if GATED:
+                a, b = two_code_tiles(second, wide, inside, at, FORMAT, left.dtype, BLOCK_K // 2, NVIDIA)
+                u, v = two_scales(other_scale, FORMAT)
+                other_scale = scale_pairs(second, n, ahead, exists, FORMAT)
+                others += tl.dot(a, left.T) * u[:, None]
+                others += tl.dot(b, right.T) * v[:, None]
+    elif STYLE == "codes":
+        last = end // BLOCK_K - 1
+        scale = group_values(matrix[1], n * matrix[4] + begin // BLOCK_K, exists, FORMAT)
+        if GATED:
+            other_scale = group_values(second[1], n * second[4] + begin // BLOCK_K, exists, FORMAT)
+        for at in range(begin, end, BLOCK_K):
+            ahead = tl.minimum(at // BLOCK_K + 1, last)
+            piece = tl.load(rows + at + tl.arange(0, BLOCK_K)[None, :], has, other=0.0)
+            next_scale = group_values(matrix[1], n * matrix[4] + ahead, exists, FORMAT)
+            a = code_tile(matrix, wide, inside, at, FORMAT, piece.dtype, BLOCK_K, SHUFFLED, NVIDIA)
+            sums += tl.dot(a, piece.T) * scale[:, None]
             scale = next_scale
             if GATED:
-                next_scale = group_values(second[1], n * second[4] + group, n < N, FORMAT)
-                v = code_tile(second, wide, inside, at, FORMAT, piece.dtype, BLOCK_K, SHUFFLED, NVIDIA)
-                others += tl.dot(v, piece.T) * other_scale[:, None]
+                next_scale = group_values(second[1], n * second[4] + ahead, exists, FORMAT)
+                a = code_tile(second, wide, inside, at, FORMAT, piece.dtype, BLOCK_K, SHUFFLED, NVIDIA)
+                others += tl.dot(a, piece.T) * other_scale[:, None]
                 other_scale = next_scale
-        else:
+    else:
+        for at in range(begin, end, BLOCK_K):
+            k = at + tl.arange(0, BLOCK_K)[None, :]
+            piece = tl.load(rows + k, has if EVEN else has & (k < K), other=0.0)
             w = rounded(weight_tile(matrix, wide, inside, at, K, FORMAT, BLOCK_K, EVEN), STYLE)
             sums = multiplied(w, piece, sums, STYLE)
             if GATED:
                 w = rounded(weight_tile(second, wide, inside, at, K, FORMAT, BLOCK_K, EVEN), STYLE)
                 others = multiplied(w, piece, others, STYLE)
-    if STYLE == "codes" and FORMAT.mode == "affine":
-        sums = biased(sums, matrix, wide, inside, group_rows, K // BLOCK_K, has, first, last + 1, FORMAT)
+    if (STYLE == "pairs" or STYLE == "codes") and FORMAT.mode == "affine":
+        first, stop, groups = begin // FORMAT.group, end // FORMAT.group, K // FORMAT.group
+        sums = biased(sums, matrix, wide, inside, group_rows, groups, has, first, stop, FORMAT)
         if GATED:
-            others = biased(others, second, wide, inside, group_rows, K // BLOCK_K, has, first, last + 1, FORMAT)
+            others = biased(others, second, wide, inside, group_rows, groups, has, first, stop, FORMAT)
     return sums, others
 
 
@@ -134,8 +163,8 @@ def product_kernel(
     end = min(inner, begin + length)
     if TRANSPOSE:
         group_rows = group_sums
-        if STYLE == "codes":
-            group_rows = group_sums + (m[:, None] * H + head) * (2 * (K // BLOCK_K))
+        if STYLE == "pairs" or STYLE == "codes":
+            group_rows = group_sums + (m[:, None] * H + head) * (2 * (K // FORMAT.group))
         n = (first + tl.arange(0, BLOCK_N)).to(tl.int64)
         sums, _ = sums_of(
             rows, group_rows, has, matrix, matrix, n, N, begin, end, K,
@@ -157,12 +186,10 @@ def product_kernel(
 
 
 @triton.jit
-def prepare_kernel(
-    x, sums, moved, count, groups, choices, x_row, x_choice,
-    SUMS: tl.constexpr, SHUFFLED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def prepare(program, work, SUMS: tl.constexpr, SHUFFLED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """Groups of columns of rows of x: their sums as two numbers, [rows, 2, groups], and x itself, in another order."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x, sums, moved, count, groups, choices, x_row, x_choice = work
+    at = program * BLOCK + tl.arange(0, BLOCK)
     row, group, inside = at // groups, at % groups, (at < count)[:, None]
     place = (row // choices).to(tl.int64) * x_row + (row % choices).to(tl.int64) * x_choice + group * GROUP
     column = tl.arange(0, GROUP)[None, :]
@@ -178,6 +205,11 @@ def prepare_kernel(
 
 
 @triton.jit
+def prepare_kernel(work, SUMS: tl.constexpr, SHUFFLED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    prepare(tl.program_id(0), work, SUMS, SHUFFLED, GROUP, BLOCK)
+
+
+@triton.jit
 def join_splits_kernel(parts, y, size, H, width, y_row, y_head, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """y [M, H, width] from the parts of its sums, float32 [SPLITS, M, H, width], always added in the same order."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -189,47 +221,59 @@ def join_splits_kernel(parts, y, size, H, width, y_row, y_head, SPLITS: tl.const
     tl.store(y + row // H * y_row + row % H * y_head + column, total.to(y.dtype.element_ty), inside)
 
 
-def style_of(x, form, transpose=True):
-    """How products of these activations with weights of this format are formed.
+def style_of(x, given, K, transpose=True, gated=False):
+    """How products of these activations with these weights are formed.
 
     codes   exact codes in x's dtype times x; the scale of a group multiplies its sum
+    pairs   the same, of 4-bit codes, two groups a step: faster where two matrices share x
     bf16    weights rounded once to bfloat16, which small floats and dense bfloat16 survive unchanged
     tf32    weights rounded to 11 bits, with the range of float32; 16-bit activations lose nothing
     ieee    float32
     """
+    form = given.format
     if x.dtype == torch.float32 or (facts(x.device).capability == 0 and x.dtype == torch.float16 and not transpose):
         return "ieee"
     if form.mode == "dense":
         return "bf16" if TYPES[x.dtype] == form.scale_type == tl.bfloat16 else "tf32"
     if transpose and (form.mode == "affine" or x.dtype == torch.float16):
-        return "codes"
+        by_pairs = gated and form.bits == 4 and form.mode == "affine" and form.scale_type != tl.float32
+        return "pairs" if by_pairs and form.wide and K % (2 * form.group) == 0 else "codes"
     return "bf16" if x.dtype == torch.bfloat16 else "tf32"
 
 
 class Prepared(NamedTuple):
-    """Activations as sums_of takes them."""
+    """Activations as sums_of takes them, and what `prepare` must do before."""
 
     x: torch.Tensor
     steps: tuple[int, int]  # row r lies at (r // choices, r % choices) . steps
     sums: torch.Tensor  # of each group of columns, where weights have biases
     shuffled: bool
+    own: bool  # each choice has a row
+    work: tuple
+    count: int  # groups of columns, of all rows
+    options: dict[str, object]
+
+    def launch(self):
+        if self.count:
+            block = 4096 // self.options["GROUP"]
+            prepare_kernel[(triton.cdiv(self.count, block),)](self.work, **self.options, BLOCK=block, num_warps=4)
+        return self
 
 
-def prepared(x, steps, rows, choices, form, style):
-    """Rows of x for weights of this format; row r lies at (r // choices, r % choices) . steps."""
-    sums, move = form.mode == "affine", form.bits == 4 and form.aligned and form.group >= 32
-    if style != "codes" or not (sums or move):
-        return Prepared(x, steps, x, False)
-    K = x.shape[-1]
-    groups, block = K // form.group, 4096 // form.group
+def preparation(x, steps, rows, choices, form, style, own=True):
+    """For weights of this format; row r of x lies at (r // choices, r % choices) . steps."""
+    K, sums, move = x.shape[-1], form.mode == "affine", form.bits == 4 and form.aligned and form.group >= 32
+    if style not in ("codes", "pairs") or not (sums or move):
+        none = (x, x, x, 0, 1, 1, 0, 0)
+        return Prepared(x, steps, x, False, own, none, 0, {"SUMS": False, "SHUFFLED": False, "GROUP": 32})
+    groups = K // form.group
     kind = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter has no products of bfloat16
     summed = torch.empty((rows, 2, groups), dtype=kind, device=x.device) if sums else x
     moved = torch.empty((rows, K), dtype=x.dtype, device=x.device) if move else x
-    prepare_kernel[(triton.cdiv(rows * groups, block),)](
-        x, summed, moved, rows * groups, groups, choices, *steps,
-        SUMS=sums, SHUFFLED=move, GROUP=form.group, BLOCK=block, num_warps=4,
-    )  # fmt: skip
-    return Prepared(moved, (choices * K, K) if move else steps, summed, move)
+    work = (x, summed, moved, rows * groups, groups, choices, *steps)
+    options = {"SUMS": sums, "SHUFFLED": move, "GROUP": form.group}
+    steps = (choices * K, K * own) if move else steps
+    return Prepared(moved, steps, summed, move, own, work, rows * groups, options)
 
 
 def in_assembly(x, form):
@@ -238,13 +282,24 @@ def in_assembly(x, form):
 
 
 def few(M, style, group):
-    """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages for this many rows. 2026-11-15, H200: measured."""
+    """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages for this many rows.
+
+    2026-11-15, H200, 12288 x 4096 in 4 bits: 16 rows take 20 us (two splits; one 27), 64 rows 35, 128 rows 44 to 49.
+    """
     tall = min(128, max(16, triton.next_power_of_2(M)))
     if style == "codes":
-        return (min(tall, 64), 64, group, 4, 4)
+        return (tall, 64, group, 4, 4)
     if style == "bf16":
         return (min(tall, 64), 64, 64, 4, 3)
     return (min(tall, 32), 64, 32, 4, 2)
+
+
+def parts_of(programs, steps, block_m, processors):
+    """Into how many parts the sums are split: few rows need more programs to wait for memory, and cost less to join."""
+    wanted, splits = processors * (2 if block_m <= 32 else 1), 1
+    while programs * splits < wanted and steps >= 16 * splits:
+        splits *= 2
+    return splits
 
 
 def fused(x, w, transpose, y, sizes=None, splits=None):
@@ -252,17 +307,15 @@ def fused(x, w, transpose, y, sizes=None, splits=None):
     M, H, inner = x.shape
     N, K = w.shape[-2:]
     given = operand(w)
-    style = style_of(x, given.format, transpose)
+    style = style_of(x, given, K, transpose)
     block_m, block_n, block_k, warps, stages = sizes or few(M, style, given.format.group)
     out, step = (block_n, block_k) if transpose else (block_k, block_n)
     grid = (triton.cdiv(M, block_m), triton.cdiv(y.shape[-1], out), H)
     if splits is None:
-        busy, steps = grid[0] * grid[1] * H, triton.cdiv(inner, step)
-        splits = 1
-        while busy * splits * 2 <= facts(x.device).processors * 2 and steps >= splits * 2 * 4:
-            splits *= 2
+        programs = grid[0] * grid[1] * H
+        splits = parts_of(programs, triton.cdiv(inner, step), block_m, facts(x.device).processors)
     parts = torch.empty((splits, *y.shape), dtype=torch.float32, device=x.device) if splits > 1 else y[None]
-    ready = prepared(x, x.stride()[:2], M * H, H, given.format, style)
+    ready = preparation(x, x.stride()[:2], M * H, H, given.format, style).launch()
     product_kernel[(grid[0], grid[1], H * splits)](
         ready.x, ready.sums, given.operand, parts, M, H, N, K, *ready.steps, *parts.stride()[:3],
         FORMAT=given.format, FACTOR=given.scaled, TRANSPOSE=transpose, STYLE=style, EVEN=K % block_k == 0,
@@ -276,8 +329,11 @@ def fused(x, w, transpose, y, sizes=None, splits=None):
     return y
 
 
-SLAB = 24 << 20  # bytes of dequantised weights, well inside an L2 of 50 MB
-ROWS_FUSED = 256  # up to here the fused kernel is faster; 2026-11-15, H200
+# 2026-11-15, H200, 12288 x 4096 in 4 bits: up to 128 rows the kernel above is faster (128: 44 to 49 us, library 67;
+# 256: 96 and 72). Slabs of 20 MB stay in an L2 of 50 MB: 2048 rows take 306 us instead of 311, but 512 rows take 112
+# instead of 104, as smaller products fill the chip less well. Codes of other widths take more instructions.
+ROWS_FUSED, ROWS_OTHERS = 128, 64
+SLAB, ROWS_IN_SLABS = 20 << 20, 1024
 
 
 def rows_of(w, first, count):
@@ -303,7 +359,9 @@ def by_library(x, w, transpose, y, slab=None):
         else:
             torch.bmm(x.transpose(0, 1), right, out=y.transpose(0, 1))
         return y
-    count = max(256, (slab or SLAB) // (K * x.element_size()) // 256 * 256)
+    count = N
+    if slab or x.shape[0] >= ROWS_IN_SLABS:
+        count = max(256, (slab or SLAB) // (K * x.element_size()) // 256 * 256)
     for first in range(0, N, count):
         part = rows_of(w, first, min(count, N - first))
         torch.mm(x[:, 0], weights(part, x.dtype).T, out=y[:, 0, first : first + count])
@@ -327,6 +385,7 @@ def product(x, w, *, transpose=True, out=None):
         x = x.contiguous()
     exact = x.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     same = getattr(w, "dtype", None) == x.dtype
-    if exact and (same or (M > ROWS_FUSED and x.dtype != torch.float16)):
+    limit = ROWS_FUSED if getattr(w, "bits", 0) == 4 else ROWS_OTHERS
+    if exact and (same or (limit < M and x.dtype != torch.float16)):
         return by_library(x, w, transpose, y)
     return fused(x, w, transpose, y)

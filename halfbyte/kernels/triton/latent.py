@@ -1,9 +1,8 @@
 """Latent attention (MLA, absorbed): every query head reads the same cached latents, as keys and as values.
 
-The tile of latents is the large operand, so it stands on the left of both products: scores are latents . queries
-[tokens, rows] and sums are latentsᵀ . weights [R, rows]. It is read from memory once, lies in shared memory once, and
-serves both; few query rows (16 heads of one decoded token) then fill the narrow side of a matrix instruction instead of
-padding its wide side. A row is a (token, head) pair of one request, so decode and prefill are one kernel.
+A tile of latents is read from memory once, lies in shared memory once, and serves both products: transposed for the
+scores, as it is for the sums. A row is a (token, head) pair of one request, so decode and prefill are one kernel: tiles
+of 16 rows for a decoded token with few heads, of 64 for more, whose sums [64, 512] just fit into registers.
 
 Decode is bound by reading the cache: a request's tokens are split over programs until they fill the chip once, each
 leaves its mean and the logarithm of its sum, and `merge_splits` joins them in the order of the splits. Sixteen-bit
@@ -13,8 +12,9 @@ inputs of one dtype go to the tensor cores; all others are widened to float32 an
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .device import facts
+from .device import facts, overlap
 from .flash import LN2, LOG2E, merge_splits
 
 DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -22,15 +22,9 @@ DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: t
 
 @triton.jit
 def load_tokens(
-    cache,
-    strides,
-    first,
-    stop,
-    N: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    cache, strides, first, stop, N: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
     INSIDE: tl.constexpr,
-):
+):  # fmt: skip
     """A tile of a slot from token `first`. Past `stop` it repeats the last token: what nobody sees may hold NaN."""
     at, n = tl.arange(0, BLOCK_TOKENS), tl.arange(0, BLOCK_N)
     at = tl.minimum(at, tl.maximum(stop - 1, 0) - first).to(INSIDE)[:, None]
@@ -42,14 +36,26 @@ def load_tokens(
 
 
 @triton.jit
+def float32_products(x, y, PART: tl.constexpr):
+    """x . y transposed in float32, in sums over PART channels that are added after: one long sum rounds too often."""
+    PARTS: tl.constexpr = x.shape[1] // PART
+    x = tl.permute(tl.reshape(x, (x.shape[0], PARTS, PART)), (1, 0, 2))
+    y = tl.permute(tl.reshape(y, (y.shape[0], PARTS, PART)), (1, 2, 0))
+    return tl.sum(tl.dot(x, y, input_precision="ieee"), 0)
+
+
+@triton.jit
 def latent_attention_kernel(
     q, q_pe, latent, k_pe, lengths, slots, out, lse, means, logs, L, S, scale, tiles, splits,
     q_strides, q_pe_strides, latent_strides, k_pe_strides, out_strides, lse_strides,
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-    ROWS_FIRST: tl.constexpr, DOT: tl.constexpr, INSIDE: tl.constexpr,
+    PART: tl.constexpr, DOT: tl.constexpr, INSIDE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of a request's rows against one split of the tokens it sees."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     # Late tokens see most: their tiles start first. Tiles of one split are neighbours, and share its latents in L2.
     tile = tiles - 1 - tl.program_id(0) % tiles
     split = tl.program_id(0) // tiles % splits
@@ -79,36 +85,28 @@ def latent_attention_kernel(
 
     top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_ROWS], tl.float32)
-    total = tl.zeros([BLOCK_ROWS, BLOCK_R] if ROWS_FIRST else [BLOCK_R, BLOCK_ROWS], tl.float32)
-    TOKENS: tl.constexpr = 1 if ROWS_FIRST else 0  # the axis of the scores that is reduced
+    total = tl.zeros([BLOCK_ROWS, BLOCK_R], tl.float32)
     keys = load_tokens(k_pe, k_pe_strides, start, stop, P, BLOCK_TOKENS, BLOCK_P, INSIDE)
     for first in range(start, stop, BLOCK_TOKENS):
         rows = load_tokens(latent, latent_strides, first, stop, R, BLOCK_TOKENS, BLOCK_R, INSIDE).to(DOT)
-        if ROWS_FIRST:
-            scores = tl.dot(turned, tl.trans(keys.to(DOT)), input_precision="ieee")
-            scores = tl.dot(queries, tl.trans(rows), scores, input_precision="ieee")
+        scores = tl.dot(turned, tl.trans(keys.to(DOT)), input_precision="ieee")
+        if PART < BLOCK_R:
+            scores += float32_products(queries, rows, PART)
         else:
-            scores = tl.dot(keys.to(DOT), tl.trans(turned), input_precision="ieee")
-            scores = tl.dot(rows, tl.trans(queries), scores, input_precision="ieee")
+            scores = tl.dot(queries, tl.trans(rows), scores, input_precision="ieee")
         # The next rotary keys wait in registers: shared memory is all taken by the tiles of latents.
         keys = load_tokens(k_pe, k_pe_strides, first + BLOCK_TOKENS, stop, P, BLOCK_TOKENS, BLOCK_P, INSIDE)
-        at = tl.expand_dims(first + tl.arange(0, BLOCK_TOKENS), 1 - TOKENS)
-        is_seen = at < tl.expand_dims(tl.minimum(seen, stop), TOKENS)
-        scores = tl.where(is_seen, scores * (scale * LOG2E), float("-inf"))
-        peak = tl.maximum(top, tl.max(scores, TOKENS))
+        at = first + tl.arange(0, BLOCK_TOKENS)
+        scores = tl.where(at < tl.minimum(seen, stop)[:, None], scores * (scale * LOG2E), float("-inf"))
+        peak = tl.maximum(top, tl.max(scores, 1))
         shift = tl.where(peak == float("-inf"), 0.0, peak)
-        weights = tl.exp2(scores - tl.expand_dims(shift, TOKENS))
+        weights = tl.exp2(scores - shift[:, None])
         shrink = tl.exp2(top - shift)
-        weight = weight * shrink + tl.sum(weights, TOKENS)
-        total *= tl.expand_dims(shrink, TOKENS)
-        if ROWS_FIRST:
-            total = tl.dot(weights.to(DOT), rows, total, input_precision="ieee")
-        else:
-            total = tl.dot(tl.trans(rows), weights.to(DOT), total, input_precision="ieee")
+        weight = weight * shrink + tl.sum(weights, 1)
+        total = tl.dot(weights.to(DOT), rows, total * shrink[:, None], input_precision="ieee")
         top = peak
 
-    mean = total / tl.expand_dims(tl.where(weight == 0, 1.0, weight), TOKENS)
-    mean = mean if ROWS_FIRST else tl.trans(mean)
+    mean = total / tl.where(weight == 0, 1.0, weight)[:, None]
     log_weight = top + tl.log2(weight)
     if SPLIT:
         line = (request * (L * H) + row) * splits + split
@@ -122,20 +120,24 @@ def latent_attention_kernel(
             tl.store(line, log_weight * LN2, mask=is_row)
 
 
-# 2026-11-15, not measured yet: (rows, tokens, warps, stages).
 MOST_SPLITS = 128
+# Tokens and stages of a tile, the first that shared memory has room for, by the rows of a tile. 2026-11-15, H200,
+# one token over 32768 of 512 + 64 in bfloat16: 16 heads (64, 4) 20.7 us, with 4 warps 20.9, (32, 6) 25.4; 128 heads
+# (64, 2) 52.9 us, (32, 3) 59.6. Tokens as the rows of both products would pad nothing, but Triton 3.6 miscompiles it.
+TILES = {64: ((64, 2), (32, 3), (32, 2), (16, 2)), 16: ((64, 4), (64, 3), (32, 3), (32, 2), (16, 2))}
+WARPS = 8
+BESIDE = 7168  # bytes of shared memory for weights and reductions
 
 
-def launch_sizes(rows, R, P, size, device):
-    """(rows, tokens) of a tile, its warps and stages, for elements of `size` bytes."""
-    wide = (R + P) * size
-    block_rows = 64 if rows >= 64 and size == 2 else 16
-    room = device.shared - 7168 - block_rows * wide
-    if size == 2:
-        for tokens, stages in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2)):
-            # Blackwell's tensor cores keep one tile more.
-            if tokens * ((stages + (device.capability == 100)) * R + P) * size <= room:
-                return block_rows, tokens, 8 if block_rows > 16 else 4, stages
+def launch_sizes(many, R, P, narrow, device):
+    """(rows, tokens, warps, stages) of a tile, for `many` rows or few; `narrow` if the tensor cores take the inputs."""
+    if narrow:
+        for block_rows in (64, 16) if many else (16,):
+            for tokens, stages in TILES[block_rows]:
+                # Hopper's matrix instructions keep one tile more for 64 rows, Blackwell's two.
+                tiles = stages - 1 + (1 + (device.capability == 100) if block_rows == 64 else 0)
+                if 2 * ((block_rows + tokens) * (R + P) + (tiles - 1) * tokens * R) + BESIDE <= device.shared:
+                    return block_rows, tokens, WARPS, stages
     return 16, 16, 4, 1
 
 
@@ -150,10 +152,14 @@ def latent_attention(
     if return_lse and lse is None:
         lse = torch.empty((B, L, H), dtype=torch.float32, device=q.device)
     if q.numel():
-        same = q.dtype.itemsize == 2 and q.dtype == q_pe.dtype == latent.dtype == k_pe.dtype
-        device, size = facts(q.device), 2 if same else 4
+        narrow = q.dtype.itemsize == 2 and q.dtype == q_pe.dtype == latent.dtype == k_pe.dtype
+        device = facts(q.device)
         block_r, block_p = max(16, triton.next_power_of_2(R)), max(16, triton.next_power_of_2(P))
-        block_rows, block_tokens, warps, stages = launch_sizes(L * H, block_r, block_p, size, device)
+        # Rows of the cache that 16-byte copies can take; tiles of 64 rows are for them alone.
+        smooth = R % 8 == 0 and all(x.stride(2) == 1 and x.stride(1) % 8 == 0 for x in (latent, k_pe))
+        many = smooth and L * H >= 64
+        block_rows, block_tokens, warps, stages = launch_sizes(many, block_r, block_p, narrow, device)
+        part = block_r if narrow else min(64, block_r)
         tiles = triton.cdiv(L * H, block_rows)
         splits = min(MOST_SPLITS, max(1, device.processors // (B * tiles)), triton.cdiv(S, block_tokens))
         # Places inside a tile fit 32 bits, but for caches with enormous strides.
@@ -168,8 +174,8 @@ def latent_attention(
             None if lse is None else lse.stride(),
             H=H, R=R, P=P, CAUSAL=causal, SPLIT=splits > 1,
             BLOCK_ROWS=block_rows, BLOCK_TOKENS=block_tokens, BLOCK_R=block_r, BLOCK_P=block_p,
-            ROWS_FIRST=block_rows >= 64, DOT=DOTS[q.dtype if same else torch.float32],
-            INSIDE=tl.int64 if far else tl.int32, num_warps=warps, num_stages=stages,
+            PART=part, DOT=DOTS[q.dtype if narrow else torch.float32], INSIDE=tl.int64 if far else tl.int32,
+            num_warps=warps, num_stages=stages, **overlap(q.device),
         )  # fmt: skip
         if splits > 1:
             merge_splits(means, logs, o, lse)

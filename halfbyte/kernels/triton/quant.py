@@ -4,7 +4,6 @@ embed and quantize follow mlx operation by operation, since their bits are promi
 and sums are not fused (`enable_fp_fusion=False`).
 """
 
-from dataclasses import replace
 from math import prod
 
 import torch
@@ -39,20 +38,8 @@ def qmm(x, w, *, transpose=True, out=None):
         elif transpose and rows <= FEW:
             multiply(x, None, w, target)
         else:
-            product(x, stack(w, heads), transpose=transpose, out=target)
+            product(x, w, transpose=transpose, out=target)
     return y if out is None or y is out else out.copy_(y)
-
-
-def stack(w, heads):
-    """The matrices of w along one leading axis."""
-    if w.ndim == 3 if isinstance(w, torch.Tensor) else w.words.ndim == 3:
-        return w
-    if isinstance(w, torch.Tensor):
-        return w.reshape(heads, *w.shape[-2:])
-    parts = {name: getattr(w, name) for name in ("words", "scales", "biases") if getattr(w, name) is not None}
-    scale = w.global_scale
-    scale = scale if scale is None or scale.numel() == 1 else scale.reshape(heads)
-    return replace(w, global_scale=scale, **{name: t.reshape(heads, *t.shape[-2:]) for name, t in parts.items()})
 
 
 @triton.jit

@@ -1,29 +1,38 @@
 """Recurrent layers: the short causal convolution, the gates of the delta rule, and the launches of that rule.
 
-The convolution moves bytes only. A program takes a tile of tokens and channels; the taps read the tile shifted by one token
-each, from the L1 after the first. The program of a request's first tokens reads the old state and writes the new one, so no two
-programs meet there. The gates are one pass over small rows. The kernels of the delta rule are in delta.py.
+The convolution moves bytes only. A program takes a tile of tokens and channels; the taps read the tile shifted by one
+token each, from the L1 after the first. The program of a request's first tokens reads the old state and writes the new
+one, so no two programs meet there. The gates are one pass over small rows. The kernels of the rule are in delta.py.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .delta import chunk_matrices_kernel, chunk_rows_kernel, chunk_scan_kernel, gated_delta_kernel, row_of
-from .device import facts
+from .delta import chunk_matrices_kernel, chunk_scan_kernel, gated_delta_kernel, row_of
+from .device import facts, overlap
+from .elementary import rounded
 
 CHUNK = 64
 
-# Launch sizes. 2026-11-15, H200: first guesses.
+# 2026-11-15, H200, 16 key heads and 32 value heads of 128.
+# Steps, us for one token: (4, 1) 2.8, (2, 1) 3.3; without overlap (4, 1) 3.4, (4, 2) and (8, 4) 3.6. 16 tokens: 11.
+# Matrices of 2048 tokens: 4 warps 92 us, 8 warps 192.
+# Scan of 2048 tokens: (32, 4, 2) 118 us, (32, 8, 2) 157, (64, 4, 2) 184, (16, 4, 2) 202.
+OVERLAPPING = 4096  # programs; one token of one request then takes 2.8 us instead of 3.4, but of 32 requests 41, not 36
 CHUNKED_FROM = 64  # tokens of a call
 STEPS = 4, 1  # rows of a program, warps
-MATRICES_WARPS = 1
+MATRICES_WARPS = 4, 8  # of bfloat16 and of other tensors
 CHUNKS_AT_ONCE = 16384  # of all heads; each takes 41 KB with 128 by 128 states
 
 
-def scan_launch(shared, split):
-    """Value columns of a program, warps, and stages of the loads. Two stages take 177 KB."""
-    return (16, 8, 1) if not split else (32, 4, 2) if shared >= 180_000 else (32, 4, 1)
+def scan_launch(shared, split, block_k):
+    """Value columns of a program, warps, and stages of the loads: two where they fit."""
+    if not split:
+        return 16, 8, 1
+    block_v = 32 if block_k <= 128 else 16
+    stage = 2 * CHUNK * (2 * block_k + 3 * CHUNK + block_v)
+    return block_v, 4, 2 if 2 * stage + 4 * block_k * block_v + 8192 <= shared else 1
 
 
 @triton.jit
@@ -75,7 +84,9 @@ def causal_conv_kernel(
         last = load_seen(x, state, L + kept, channels, mask, L, x_steps, state_steps, WIDTH, True)
         tl.debug_barrier()  # every thread has read the old state, and x where y lies on it
         places = kept.to(tl.int64)[:, None] * state_steps[1] + channels[None, :] * state_steps[2]
-        tl.store(state + places, last.to(state.dtype.element_ty), mask=(kept < WIDTH - 1)[:, None] & mask[None, :])
+        tl.store(
+            state + places, rounded(last, state.dtype.element_ty), mask=(kept < WIDTH - 1)[:, None] & mask[None, :]
+        )
     else:
         tile = conv_tile(
             x, weight, state, start, channels, mask, L, x_steps, weight_steps, state_steps,
@@ -83,7 +94,7 @@ def causal_conv_kernel(
         )  # fmt: skip
     t = start + tl.arange(0, BLOCK_T)
     places = t.to(tl.int64)[:, None] * y_steps[1] + channels[None, :] * y_steps[2]
-    tl.store(y + b * y_steps[0] + places, tile.to(y.dtype.element_ty), mask=(t < L)[:, None] & mask[None, :])
+    tl.store(y + b * y_steps[0] + places, rounded(tile, y.dtype.element_ty), mask=(t < L)[:, None] & mask[None, :])
 
 
 def causal_conv(x, weight, state, *, slots=None, activation="silu", out=None):
@@ -175,6 +186,7 @@ def gated_delta(q, k, v, g, beta, state, *, slots=None, form=None, in_place=True
     into = state if in_place else torch.empty(B, Hv, Dv, Dk, dtype=state.dtype, device=v.device) if new is None else new
     if B and L:
         chunked = form == "chunked" or (form is None and L >= CHUNKED_FROM)
+        chunked = chunked and (Dk <= 128 or facts(v.device).shared >= 200_000)  # what the chunks of larger keys need
         (launch_chunks if chunked else launch_steps)(q, k, v, g, beta, state, into, slots, o, in_place)
     elif not in_place:
         into.copy_(state[:B] if slots is None else state[slots.long()])
@@ -184,10 +196,12 @@ def gated_delta(q, k, v, g, beta, state, *, slots=None, form=None, in_place=True
 def launch_steps(q, k, v, g, beta, state, into, slots, o, in_place):
     (B, L, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
     block_v, warps = STEPS
+    programs = triton.cdiv(Dv, block_v) * Hv * B
     gated_delta_kernel[(triton.cdiv(Dv, block_v), Hv, B)](
         q, k, v, g, beta, state, into, slots, o,
         q.stride(), k.stride(), v.stride(), g.stride(), beta.stride(), o.stride(), L, state.stride(), into.stride(),
         Hv // Hk, Dk, Dv, slots is not None, in_place, triton.next_power_of_2(Dk), block_v, num_warps=warps,
+        **(overlap(v.device) if programs <= OVERLAPPING else {"OVERLAP": False}),
     )  # fmt: skip
 
 
@@ -210,21 +224,18 @@ def launch_piece(q, k, v, g, beta, state, into, slots, o, in_place):
     def scratch(*shape, dtype=torch.float16 if split else torch.float32):
         return torch.empty(B, chunks, *shape, dtype=dtype, device=v.device)
 
-    queries, keys, units = scratch(Hk, CHUNK, block_k), scratch(Hk, CHUNK, block_k), scratch(Hk, 2, dtype=torch.float32)
+    queries, keys = scratch(Hk, CHUNK, block_k), scratch(Hk, CHUNK, block_k)
     solve, mix = scratch(Hv, 2 if split else 1, CHUNK, CHUNK), scratch(Hv, CHUNK, CHUNK)
-    decays, scalars = scratch(Hv, 2, CHUNK, dtype=torch.float32), scratch(Hv, 4, dtype=torch.float32)
-    shrink = 1 / (16384 * block_k) if split else 1.0  # keeps products of two terms below 2^14
-    chunk_rows_kernel[(chunks, Hk, B)](
-        q, k, queries, keys, units, q.stride(), k.stride(), L, Dk, split, CHUNK, block_k, num_warps=8
-    )
-    chunk_matrices_kernel[(chunks, Hv, B)](
-        g, beta, queries, keys, units, solve, mix, decays, scalars, g.stride(), beta.stride(), L,
-        Hv // Hk, split, CHUNK, block_k, shrink, num_warps=MATRICES_WARPS,
+    decays, scalars = scratch(Hv, 3, CHUNK, dtype=torch.float32), scratch(Hv, 8, dtype=torch.float32)
+    chunk_matrices_kernel[(chunks, Hk, B)](
+        q, k, g, beta, queries, keys, solve, mix, decays, scalars,
+        q.stride(), k.stride(), g.stride(), beta.stride(),
+        L, Hk, Hv // Hk, Dk, split, CHUNK, block_k, num_warps=MATRICES_WARPS[not split],
     )  # fmt: skip
-    block_v, warps, stages = scan_launch(facts(v.device).shared, split)
+    block_v, warps, stages = scan_launch(facts(v.device).shared, split, block_k)
     chunk_scan_kernel[(triton.cdiv(Dv, block_v), Hv, B)](
         v, state, into, slots, o, queries, keys, solve, mix, decays, scalars,
         v.stride(), state.stride(), into.stride(), o.stride(),
         L, Hv, Hv // Hk, Dk, Dv, slots is not None, in_place, split,
-        CHUNK, block_k, shrink, block_v, num_warps=warps, num_stages=stages,
+        CHUNK, block_k, block_v, num_warps=warps, num_stages=stages,
     )  # fmt: skip

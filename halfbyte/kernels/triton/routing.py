@@ -2,7 +2,7 @@
 
 route: a warp owns a token, its experts' values in registers as integers that compare as the values do. Each of the k
 rounds is two warp reductions (the largest value, then the lowest id that has it) and marks the winner as taken; a few
-tokens share a program. Then the chosen logits are read again for their weights. Launch sizes depend on the experts
+tokens may share a program. Then the chosen logits are read again for their weights. Launch sizes depend on the experts
 alone, so a token's bits do not depend on its batch.
 
 combine: a program owns some columns of a token and adds up its experts in order, eight rows in flight. With buckets it
@@ -22,11 +22,14 @@ NOT_A_NUMBER = tl.constexpr(0x7FFFFFFF)  # above the order of every number
 NO_INDEX = tl.constexpr(0x7FFFFFFF)
 EMPTY_SLOT = tl.constexpr(-1e30)
 
-# 2026-11-15, H200: tokens (and warps) of a program, experts a warp holds, elements of a program of combine.
-TOKENS = 4
-WARP_EXPERTS = 1024
-COLUMNS, COLUMN_WARPS = 1024, 4
-BUCKET_COLUMNS, BUCKET_IDS = 2048, 1024
+# 2026-11-15, H200, 2048 tokens, medians in a graph. Tokens (each with a warp) of a program: with 128 experts 4 take
+# 3.3 us and 1 takes 3.8, with 256 it is 5.0 either way; with 512 experts (8.4 against 11.1 us) or groups (5.5 against
+# 8.6 us) Triton gives a token's values to several warps unless there is but one.
+TOKENS, FEW_EXPERTS, WARP_EXPERTS = 4, 256, 1024
+# A token of 8 x 2048 and 2048 of them: 1.44 and 24.3 us; 1.45 and 24.3 with 1024 columns and 4 warps.
+COLUMNS, COLUMN_WARPS = 512, 2
+# 2048 rows to 2048 tokens: 11.2 us.
+BUCKET_COLUMNS, BUCKET_IDS, BUCKET_WARPS = 2048, 1024, 4
 
 
 @triton.jit
@@ -167,11 +170,11 @@ def contiguous_destination(shape, dtype, device, out):
     return out if out is not None and out.is_contiguous() else torch.empty(shape, dtype=dtype, device=device)
 
 
-def route_launch(padded, slot_order):
+def route_launch(padded, plain):
     """Tokens and warps of a program: a warp a token, until a token's experts are too many for one."""
     if padded > WARP_EXPERTS:
         return 1, min(16, padded // 512)
-    return (1, 1) if slot_order else (TOKENS, TOKENS)
+    return (TOKENS, TOKENS) if plain and padded <= FEW_EXPERTS else (1, 1)
 
 
 def route(
@@ -187,7 +190,7 @@ def route(
         rows, E = x.shape
         runs, size = groups or 1, E // (groups or 1)
         padded_groups, padded_size = triton.next_power_of_2(runs), triton.next_power_of_2(size)
-        tokens, warps = route_launch(padded_groups * padded_size, order == "slot")
+        tokens, warps = route_launch(padded_groups * padded_size, groups is None and order == "score")
         route_kernel[(triton.cdiv(rows, tokens),)](
             x, x.stride(0), None if bias is None else bias.contiguous(),
             None if per_expert_scale is None else per_expert_scale.contiguous(), float(scaling), ids, weights, rows, k,
@@ -267,7 +270,7 @@ def combine(y, weights, *, residual=None, shared=None, shared_gate=None, tokens=
         bucket_kernel[(rows * blocks,)](
             source, source.stride(0), weights.contiguous(), tokens.contiguous(), tokens.numel(), first, first.stride(0),
             result, D, blocks, D, result is residual, block,
-            min(triton.next_power_of_2(max(tokens.numel(), 16)), BUCKET_IDS), num_warps=COLUMN_WARPS,
+            min(triton.next_power_of_2(max(tokens.numel(), 16)), BUCKET_IDS), num_warps=BUCKET_WARPS,
         )  # fmt: skip
         return delivered(result, out)
     A = y.shape[-2]

@@ -12,14 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
+from .device import facts
 from .elementary import ACTIVATIONS, activated, cos_sin, rounded, tanh
 
-# 2026-11-15, H200: elements of a program's tile and of each thread.
-LONGEST_BLOCK = 16384
-TILE = 2048
-PER_THREAD = 16
-SPAN, SPAN_WARPS = 1024, 4  # elements and warps of a program of glu and softcap
-ROPE_TILE, ROPE_WARPS = 4096, 4
+# 2026-11-15, H200, bfloat16, medians in a graph. A norm's elements a thread: at 2048 x 4096, 16 and 32 are alike (10.7
+# and 10.6 us; 13.0 with 8), a chain wants 32 (30.5 against 32.7 us); heads of 128 and one row of 2048 want 16 (14.7
+# against 16.6 us, 1.43 against 1.48). Programs that stay and walk over rows, weight in registers, took 11.2 at best.
+LONGEST_BLOCK = 16384  # a row in registers; longer ones are read again
+TILE = 2048  # elements of short rows a program takes together
+SHORT, PER_THREAD, PER_THREAD_LONG = 2048, 16, 32
+SPAN, SPAN_WARPS = 1024, 2  # glu: 14.4 us, 16.3 with 4096 elements and 4 warps
+# Rope at 2048 x 64 x 128: 20.7 us, 22.4 with 8 warps; one token is quicker in more programs (1.4 against 1.7 us).
+ROPE_TILE, ROPE_TILE_FEW, ROPE_WARPS = 4096, 1024, 2
 
 
 @triton.jit
@@ -67,19 +71,29 @@ def inverse_rms(squares, D: tl.constexpr, eps, PRECISE: tl.constexpr):
     if PRECISE:
         factor = 1.0 / tl.sqrt(squares.to(tl.float64) / D + eps)
     else:
-        factor = tl.div_rn(1.0, tl.sqrt_rn(squares / D + eps))
+        factor = tl.div_rn(1.0, tl.sqrt_rn(squares / D + eps))  # rsqrt would flush tiny means to infinity
     return factor[:, None]
 
 
 @triton.jit
-def product_sum(s, factor, by, joined, PRECISE: tl.constexpr):
-    """s factor by, and what joins it: that sum is exact until it is rounded once, since the two may cancel."""
-    if joined is None:
-        return s * factor.to(tl.float32) * by
-    elif PRECISE:
-        return (s.to(tl.float64) * factor * by.to(tl.float64) + joined.to(tl.float64)).to(tl.float32)
+def weighted(s, by, residual, PRECISE: tl.constexpr):
+    """s by, in float64 where a residual will join it and may cancel it.
+
+    It is formed before the row's factor is known: one value an element waits for that in registers, not two.
+    """
+    if PRECISE and residual is not None:
+        return s.to(tl.float64) * by.to(tl.float64)
     else:
-        return joined + s * factor * by
+        return s * by
+
+
+@triton.jit
+def normed(product, factor, residual):
+    """product factor, joined by the residual, rounded once to float32."""
+    result = product * factor.to(product.dtype)
+    if residual is not None:
+        result = residual.to(product.dtype) + result
+    return result.to(tl.float32)
 
 
 @triton.jit
@@ -107,11 +121,9 @@ def norm_factors(weight, mul, gate, at, columns, mask, D: tl.constexpr, PRECISE:
 
 @triton.jit
 def store_norm(
-    s, factor, by, joined, number, scale, SCALE_STEP: tl.constexpr, y, s_out, copy, at, columns, mask, D: tl.constexpr,
-    PRECISE: tl.constexpr,
+    result, s, number, scale, SCALE_STEP: tl.constexpr, y, s_out, copy, at, columns, mask, D: tl.constexpr
 ):  # fmt: skip
     """All results of some columns, whose inputs are all loaded: a result may lie where an input did."""
-    result = product_sum(s, factor, by, joined, PRECISE)
     result = scaled(result, number, scale, SCALE_STEP, columns, D)
     store_rows(y, at, columns, mask, result)
     if s_out is not None:
@@ -129,18 +141,17 @@ def rms_norm_kernel(
     at = rows_at(first, ROWS, tokens, heads)
     inside = (first + tl.arange(0, ROWS) < rows)[:, None]
     columns = tl.arange(0, BLOCK)
-    mask = inside & (columns < D)[None, :]
     if D <= BLOCK:
-        # The weight is asked for first: placed after x, ptxas would wait for x before it asks.
+        mask = inside & (columns < D)[None, :]
         by = norm_factors(weight, mul, gate, at, columns, mask, D, PRECISE)
         joined = None
         if residual is not None:
             joined = load_rows(residual, at, columns, mask)
         s = sum_input(x, add, at, columns, mask)
+        product = weighted(s, by, joined, PRECISE)
         factor = inverse_rms(tl.sum(s * s, 1), D, eps, PRECISE)
-        store_norm(
-            s, factor, by, joined, number, scale, SCALE_STEP, y, s_out, copy, at, columns, mask, D, PRECISE
-        )  # fmt: skip
+        result = normed(product, factor, joined)
+        store_norm(result, s, number, scale, SCALE_STEP, y, s_out, copy, at, columns, mask, D)
     else:
         squares = tl.zeros([ROWS], tl.float32)
         for start in range(0, D, BLOCK):
@@ -151,14 +162,13 @@ def rms_norm_kernel(
         for start in range(0, D, BLOCK):
             more = start + columns
             mask = inside & (more < D)[None, :]
-            s = sum_input(x, add, at, more, mask)
             by = norm_factors(weight, mul, gate, at, more, mask, D, PRECISE)
             joined = None
             if residual is not None:
                 joined = load_rows(residual, at, more, mask)
-            store_norm(
-                s, factor, by, joined, number, scale, SCALE_STEP, y, s_out, copy, at, more, mask, D, PRECISE
-            )  # fmt: skip
+            s = sum_input(x, add, at, more, mask)
+            result = normed(weighted(s, by, joined, PRECISE), factor, joined)
+            store_norm(result, s, number, scale, SCALE_STEP, y, s_out, copy, at, more, mask, D)
 
 
 def in_rows(t):
@@ -192,7 +202,8 @@ def norm_launch(D, rows):
     """The grid and the sizes of a program for rows of D."""
     block = min(triton.next_power_of_2(D), LONGEST_BLOCK)
     together = max(1, TILE // block)
-    warps = min(16, max(1, block * together // (32 * PER_THREAD)))
+    per_thread = PER_THREAD if D <= SHORT else PER_THREAD_LONG
+    warps = max(1, block * together // (32 * per_thread))
     return (triton.cdiv(rows, together),), {"BLOCK": block, "ROWS": together, "num_warps": warps}
 
 
@@ -233,22 +244,26 @@ def rms_norm(
 @triton.jit
 def chain_input(x, weight, residual, factor, at, columns, mask, D: tl.constexpr, PRECISE: tl.constexpr):
     """r = residual + x factor weight of some columns, or x where there is no first norm."""
-    s = load_rows(x, at, columns, mask)
+    r = load_rows(x, at, columns, mask)
     if weight is not None:
-        s = product_sum(s, factor, load_columns(weight, columns, D), load_rows(residual, at, columns, mask), PRECISE)
-    return s
+        joined = load_rows(residual, at, columns, mask)
+        r = normed(weighted(r, load_columns(weight, columns, D), joined, PRECISE), factor, joined)
+    return r
 
 
 @triton.jit
 def store_chain(
-    r, factor, weights, joined, number, scale, SCALE_STEP: tl.constexpr, r_out, ys, at, columns, mask, D: tl.constexpr,
-    PRECISE: tl.constexpr,
+    r, factor, weights, residual2, number, scale, SCALE_STEP: tl.constexpr, r_out, ys, at, columns, mask,
+    D: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """y_i of some columns, and r where it is asked."""
+    """y_i of some columns, and r where it is asked; r_out or y_0 may lie where residual2 does."""
+    joined = None
+    if residual2 is not None:
+        joined = load_rows(residual2, at, columns, mask)
     if r_out is not None:
         store_rows(r_out, at, columns, mask, r)
     for i in tl.static_range(len(weights)):
-        y = product_sum(r, factor, load_columns(weights[i], columns, D), joined, PRECISE)
+        y = normed(weighted(r, load_columns(weights[i], columns, D), joined, PRECISE), factor, joined)
         store_rows(ys[i], at, columns, mask, scaled(y, number, scale, SCALE_STEP, columns, D))
 
 
@@ -261,22 +276,20 @@ def rms_norm_chain_kernel(
     at = rows_at(first, ROWS, tokens, heads)
     inside = (first + tl.arange(0, ROWS) < rows)[:, None]
     columns = tl.arange(0, BLOCK)
-    mask = inside & (columns < D)[None, :]
-    r = load_rows(x, at, columns, mask)
     if D <= BLOCK:
-        joined2 = None
-        if residual2 is not None:
-            joined2 = load_rows(residual2, at, columns, mask)
+        mask = inside & (columns < D)[None, :]
+        r = load_rows(x, at, columns, mask)
         if weight is not None:
-            by, joined = load_columns(weight, columns, D), load_rows(residual, at, columns, mask)
-            r = product_sum(r, inverse_rms(tl.sum(r * r, 1), D, eps, PRECISE), by, joined, PRECISE)
+            joined = load_rows(residual, at, columns, mask)
+            product = weighted(r, load_columns(weight, columns, D), joined, PRECISE)
+            r = normed(product, inverse_rms(tl.sum(r * r, 1), D, eps, PRECISE), joined)
         second = inverse_rms(tl.sum(r * r, 1), D, eps, PRECISE)
         store_chain(
-            r, second, weights, joined2, number, scale, SCALE_STEP, r_out, ys, at, columns, mask, D, PRECISE
+            r, second, weights, residual2, number, scale, SCALE_STEP, r_out, ys, at, columns, mask, D, PRECISE
         )  # fmt: skip
     else:
-        squares = tl.sum(r * r, 1)
-        for start in range(BLOCK, D, BLOCK):
+        squares = tl.zeros([ROWS], tl.float32)
+        for start in range(0, D, BLOCK):
             more = start + columns
             r = load_rows(x, at, more, inside & (more < D)[None, :])
             squares += tl.sum(r * r, 1)
@@ -293,11 +306,8 @@ def rms_norm_chain_kernel(
             more = start + columns
             mask = inside & (more < D)[None, :]
             r = chain_input(x, weight, residual, factor, at, more, mask, D, PRECISE)
-            joined2 = None
-            if residual2 is not None:
-                joined2 = load_rows(residual2, at, more, mask)
             store_chain(
-                r, second, weights, joined2, number, scale, SCALE_STEP, r_out, ys, at, more, mask, D, PRECISE
+                r, second, weights, residual2, number, scale, SCALE_STEP, r_out, ys, at, more, mask, D, PRECISE
             )  # fmt: skip
 
 
@@ -348,7 +358,8 @@ def glu_kernel(
 def softcap_kernel(x, cap, y, tokens, heads, D, PRECISE: tl.constexpr, BLOCK: tl.constexpr):
     at, columns, mask = span_of(tokens, heads, D, BLOCK)
     v = load_rows(x, at, columns, mask)
-    store_rows(y, at, columns, mask, tanh(v / cap, PRECISE) * cap)
+    v = v / cap if PRECISE else v * (1.0 / cap)
+    store_rows(y, at, columns, mask, tanh(v, PRECISE) * cap)
 
 
 def long_rows(*tensors):
@@ -425,7 +436,8 @@ def rope(x, positions, inv_freq, *, rotary=None, interleaved=False, scale=1.0, o
         B, T, H, _ = source.shape
         rotary = D if rotary is None else rotary
         rest = 0 if y is x else D - rotary  # in place they are there already
-        together = min(triton.next_power_of_2(H), max(1, ROPE_TILE // triton.next_power_of_2(D)))
+        tile = ROPE_TILE_FEW if facts(x.device).processors > B * T else ROPE_TILE
+        together = min(triton.next_power_of_2(H), max(1, tile // triton.next_power_of_2(D)))
         rope_kernel[(B * T, triton.cdiv(H, together))](
             strided(source), strided(y), positions.contiguous(), T if positions.ndim > 1 else 0,
             inv_freq.contiguous(), float(scale), T, H, rotary, rest, interleaved, together,

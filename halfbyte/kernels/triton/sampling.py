@@ -16,10 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
+# 2026-11-15, chosen for an H200 and 248320 tokens.
 CHUNK = 2048  # tokens a program of the first two kernels has
 PEAK = 256  # tokens of a block, at least
 PEAKS = 1024  # blocks of a row, at most: every gathering program looks at all of them
 LIST = 2048  # listed tokens that are looked at together
+WARPS = 8
 MINUS_INF = tl.constexpr(float("-inf"))
 LAST_ID = tl.constexpr(0x7FFFFFFF)
 NOTHING = tl.constexpr(-(2**63))  # below every token
@@ -28,17 +30,27 @@ TERM = tl.constexpr(2.0**40)  # of the largest exp in a sum of up to 2^22
 
 
 @triton.jit
-def ordered(value, ids):
-    """An integer that grows with the value and, among equal values, falls with the id; -0 equals 0."""
+def rank(value):
+    """An integer that grows with the value; -0 equals 0."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (bits.to(tl.int64) << 32) | (ids ^ LAST_ID).to(tl.int64)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def ranked(bits):
+    """The value of a rank."""
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def ordered(value, ids):
+    """An integer that grows with the value and, among equal values, falls with the id."""
+    return (rank(value).to(tl.int64) << 32) | (ids ^ LAST_ID).to(tl.int64)
 
 
 @triton.jit
 def value_of(order):
-    bits = (order >> 32).to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return ranked((order >> 32).to(tl.int32))
 
 
 @triton.jit
@@ -107,14 +119,16 @@ def score_kernel(
 ):  # fmt: skip
     """One chunk of a row: what it says of the row's maximum, draw and mass."""
     row, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
-    quads = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
-    ids = quads[:, None] * 4 + tl.arange(0, 4)
+    # Eight tokens a thread: 16 bytes of bfloat16, and two counters.
+    octet = chunk * (CHUNK // 8) + tl.arange(0, CHUNK // 8)
+    ids = octet[:, None] * 8 + tl.arange(0, 8)
     x, s = scores(
         logits, counts, temperature, repetition, presence, frequency, row, ids, V, logit_strides, count_strides
     )
-    a, b, c, d = words(seeds, positions, row, quads)
-    bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (CHUNK // 4, 4))
-    tl.store(drawn + tl.program_id(0), tl.max(tl.reshape(ordered(s + gumbel(bits), ids), (CHUNK,)), 0))
+    if field(temperature, row, 1.0) != 0:
+        a, b, c, d = words(seeds, positions, row, octet[:, None] * 2 + tl.arange(0, 2))
+        bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (CHUNK // 8, 8))
+        tl.store(drawn + tl.program_id(0), tl.max(tl.reshape(ordered(s + gumbel(bits), ids), (CHUNK,)), 0))
     tl.store(largest + tl.program_id(0), tl.max(tl.reshape(ordered(x, ids), (CHUNK,)), 0))
     peak = tl.max(tl.reshape(s, (CHUNK // PEAK, PEAK)), 1)
     top = tl.max(peak, 0)
@@ -145,10 +159,9 @@ def row_state(tops, masses, temperature, top_k, top_p, min_p, row, chunks, V, CH
 
 
 @triton.jit
-def reach(each, k):
-    """A value that at least k of `each` reach, and few more. There are at least k."""
+def reach(each, k, many):
+    """A rank that at least k of the `many` largest of `each` reach, and few more than k."""
     low, high = tl.min(each, 0), tl.max(each, 0)
-    many = tl.sum((each >= low).to(tl.int32), 0)
     while (many > 2 * k) & (low < high):
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # their difference may overflow
         above = tl.sum((each >= middle).to(tl.int32), 0)
@@ -173,8 +186,7 @@ def gather_kernel(
                 # k blocks have a token above the k-th largest peak.
                 block = tl.arange(0, BLOCKS)
                 peak = tl.load(peaks + row * blocks + block, mask=block < blocks, other=MINUS_INF)
-                # Blocks past the end get the least key; it may be chosen, then everything is listed.
-                floor = value_of(reach(ordered(peak, tl.zeros_like(block)), k))
+                floor = ranked(reach(rank(peak), k, blocks))
         elif p < 1:
             # All below the floor together weigh at most V exp(floor - top), here a little less than (1 - p) total.
             floor = top + tl.log(((1 - p) * total / V).to(tl.float32)) - 0.01
@@ -185,7 +197,7 @@ def gather_kernel(
             _, s = scores(
                 logits, counts, temperature, repetition, presence, frequency, row, ids, V, logit_strides, count_strides
             )
-            above = (s >= floor) & (ids < V)
+            above = (s >= floor) & (s > MINUS_INF)  # -inf is never drawn where anything else is
             inside = above.to(tl.int32)
             first = tl.atomic_add(listed + row, tl.sum(inside, 0), sem="relaxed")
             place = first + tl.cumsum(inside, 0) - inside
@@ -202,16 +214,20 @@ def weigh(order, top, total, ONES: tl.constexpr):
 
 
 @triton.jit
-def weigh_between(list, many, low, high, top, total, ONES: tl.constexpr, LIST: tl.constexpr):
-    """(weight, count) of the listed tokens from `low` up to below `high`."""
+def weigh_between(list, many, low, middle, high, top, total, ONES: tl.constexpr, LIST: tl.constexpr):
+    """(weight, count, least) of the listed tokens from `middle` up to below `high`, and one past the largest of those
+    from `low` up to below `middle`."""
     weight, count = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
+    least, past = high, low
     for first in range(0, many, LIST):
         at = first + tl.arange(0, LIST)
         order = tl.load(list + at, mask=at < many, other=NOTHING)
-        between = (order >= low) & (order < high)
+        between = (order >= middle) & (order < high)
         weight += tl.sum(tl.where(between, weigh(order, top, total, ONES), 0), 0)
         count += tl.sum(between.to(tl.int32), 0)
-    return weight, count
+        least = tl.minimum(least, tl.min(tl.where(between, order, high), 0))
+        past = tl.maximum(past, tl.max(tl.where((order >= low) & (order < middle), order + 1, low), 0))
+    return weight, count, least, past
 
 
 @triton.jit
@@ -232,15 +248,16 @@ def keep_between(list, many, low, high, kept, LIST: tl.constexpr):
 def cut(list, spare, many, low, target, top, total, ONES: tl.constexpr, LIST: tl.constexpr):
     """The least token of the fewest largest, from `low` up, that weigh the target together; `low` if all do not."""
     high = ordered(top, tl.zeros_like(many)) + 1
-    weight, between = weigh_between(list, many, low, high, top, total, ONES, LIST)
+    weight, between, low, _ = weigh_between(list, many, low, low, high, top, total, ONES, LIST)
     between = tl.where(weight < target, 0, between)
     beyond = tl.zeros_like(target)
-    # Tokens from `low` up weigh the target, those from `high` up do not: until only one is between.
+    # Tokens from `low` up weigh the target, those from `high` up do not: until only one is between. Both ends move on
+    # to the next token, so that equal values, whose orders are close together, cost no more halvings than others.
     while between > 1:
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        weight, above = weigh_between(list, many, middle, high, top, total, ONES, LIST)
+        weight, above, least, past = weigh_between(list, many, low, middle, high, top, total, ONES, LIST)
         enough = beyond + weight >= target
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        low, high = tl.where(enough, least, low), tl.where(enough, high, past)
         beyond, between = tl.where(enough, beyond, beyond + weight), tl.where(enough, above, between - above)
         if (many > LIST) & (2 * between <= many):
             keep_between(list, many, low, high, spare, LIST)
@@ -267,10 +284,7 @@ def choose_kernel(
             many = tl.load(listed + row)
             lists += row * V
             spares += row * V
-            low = ordered(top, tl.zeros_like(many))
-            for first in range(0, many, LIST):
-                at = first + tl.arange(0, LIST)
-                low = tl.minimum(low, tl.min(tl.load(lists + at, mask=at < many, other=low), 0))
+            low = tl.full([], NOTHING + 1, tl.int64)  # below every token, above what is past the end of the list
             if k > 0:
                 low = cut(lists, spares, many, low, k.to(tl.int64), top, total, True, LIST)
             if p < 1:
@@ -307,11 +321,10 @@ def sample(logits, params, seeds, positions, *, out=None):
     def scratch(dtype, *shape):
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    temperature, top_k, top_p, min_p, repetition, presence, frequency, counts = (
-        None if each is None or each.ndim == 2 else each.contiguous() for each in params
-    )
-    if repetition is not None or presence is not None or frequency is not None:
-        counts = params.counts
+    each = [None if values is None else values.contiguous() for values in params[:-1]]
+    temperature, top_k, top_p, min_p, repetition, presence, frequency = each
+    penalised = repetition is not None or presence is not None or frequency is not None
+    counts = params.counts if penalised else None
     peak = max(PEAK, triton.next_power_of_2(triton.cdiv(V, PEAKS)))
     chunk = max(CHUNK, peak)
     chunks, blocks = triton.cdiv(V, chunk), triton.cdiv(V, peak)
@@ -326,16 +339,17 @@ def sample(logits, params, seeds, positions, *, out=None):
     seeds, positions = seeds.contiguous(), positions.contiguous()
     score_kernel[(B * chunks,)](
         *given, seeds, positions, peaks, tops, masses, largest, drawn, listed, V, chunks, blocks, *strides,
-        CHUNK=chunk, PEAK=peak, FILTERED=filtered, num_warps=4, enable_fp_fusion=False,
+        CHUNK=chunk, PEAK=peak, FILTERED=filtered, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     wide = {"CHUNKS": triton.next_power_of_2(chunks), "enable_fp_fusion": False}
     if filtered:
         gather_kernel[(B * chunks,)](
             *given, top_k, top_p, min_p, peaks, tops, masses, listed, lists, V, chunks, blocks, *strides,
-            CHUNK=chunk, BLOCKS=triton.next_power_of_2(blocks), num_warps=4, **wide,
+            CHUNK=chunk, BLOCKS=triton.next_power_of_2(blocks), num_warps=WARPS, **wide,
         )  # fmt: skip
     choose_kernel[(B,)](
         temperature, top_k, top_p, min_p, seeds, positions, tops, masses, largest, drawn, listed, lists, spares,
-        ids, V, chunks, ids.stride(0), LIST=LIST, FILTERED=filtered, num_warps=8 if filtered else 4, **wide,
+        ids, V, chunks, ids.stride(0),
+        LIST=LIST, FILTERED=filtered, num_warps=WARPS, **wide,
     )  # fmt: skip
     return ids
