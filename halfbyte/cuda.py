@@ -71,13 +71,13 @@ def never_waits(case: Case, inputs: Inputs) -> bool:
 def graph_seconds(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> float:
     """The median seconds of one call. `calls` do the same work on different inputs; one graph holds them all in order.
 
-    The first calls run before, so that nothing is compiled inside the capture. Results are kept, so that they do not
-    share memory: writes leave the cache as they would in a model.
+    Each call runs once before, so that nothing is compiled or copied to the device inside the capture. Results are
+    kept, so that they do not share memory: writes leave the cache as they would in a model.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls[:2]:
+        for call in calls:
             call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,8 @@
 """Compiles what the launchers would launch, for any GPU, without one: a driver that answers with a target, and meta
 tensors that have a shape but no memory. That a launcher runs on them also shows that it never waits for the device.
 
-    python tests/cross_compile.py all sm_90                 every serving case of every op, for one target
+    python tests/cross_compile.py serving sm_90             every serving case of every op, for one target
+    python tests/cross_compile.py small sm_90               every other case, in float32 and bfloat16
     python tests/cross_compile.py qmm sm_90                 of one op
     python tests/cross_compile.py 'qmm[...]' sm_90 --sass   one case, and its machine code
 """
@@ -83,23 +84,30 @@ def launches(case, dtype=torch.bfloat16):
     case.op(*args, **kwargs)
 
 
+def wanted(chosen):
+    """The (case, dtype) pairs to compile."""
+    for case in CASES:
+        if chosen == "small":
+            yield from ((case, dtype) for dtype in (torch.float32, torch.bfloat16) if not case.serving)
+        elif chosen == str(case) or (case.serving and chosen in ("serving", case.op.__name__)):
+            yield case, torch.bfloat16
+
+
 def main():
     chosen, name, *options = sys.argv[1:]
     limit, failed, seen = TARGETS[name][1].shared, 0, set()
     with compiled_for(name) as made:
-        for case in CASES:
-            if not (chosen == str(case) or (case.serving and chosen in ("all", case.op.__name__))):
-                continue
+        for case, dtype in wanted(chosen):
             made.clear()
             try:
-                launches(case)
+                launches(case, dtype)
             except Exception as error:
-                print(f"{case}  FAILED for {name}: {type(error).__name__}: {error}", flush=True)
+                print(f"{case} in {dtype}  FAILED for {name}: {type(error).__name__}: {error}", flush=True)
                 failed += 1
             for kernel in made:
                 m = kernel.metadata
                 failed += m.shared > limit
-                if chosen != "all" or m.shared > limit:
+                if chosen not in ("serving", "small") or m.shared > limit:
                     print(f"{case}  {m.name}  warps {m.num_warps}  stages {m.num_stages}  shared {m.shared} of {limit}")
                 seen.add(kernel.hash)
                 for form in ("ttir", "ttgir", "llir", "ptx", "sass"):

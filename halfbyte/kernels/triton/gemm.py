@@ -52,6 +52,8 @@ def multiplied(w, x, sums, STYLE: tl.constexpr):
     """sums + w x', with float32 sums; x [rows, STEP] comes as it is stored."""
     if STYLE != "bf16":
         x = x.to(tl.float32)
+    if STYLE == "ieee":  # a sum of short sums: a chain over all of K would round more often than torch does
+        return sums + tl.dot(w, x.T, input_precision="ieee")
     return tl.dot(w, x.T, sums, input_precision="tf32" if STYLE == "tf32" else "ieee")
 
 

@@ -162,6 +162,7 @@ def row_state(tops, masses, temperature, top_k, top_p, min_p, row, chunks, V, CH
 def reach(each, k, many):
     """A rank that at least k of the `many` largest of `each` reach, and few more than k."""
     low, high = tl.min(each, 0), tl.max(each, 0)
+    many += tl.zeros_like(low)  # an argument of 1 is a constant, which a loop cannot change
     while (many > 2 * k) & (low < high):
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # their difference may overflow
         above = tl.sum((each >= middle).to(tl.int32), 0)
