@@ -41,8 +41,8 @@ def attention(
     A query that sees nothing gives zeros. `return_lse` adds lse [B, L, H] float32, the natural logarithm of the sum
     of exp(scores); -inf where nothing is seen. `out` is o, or (o, lse); it may not overlap the inputs.
 
-    A query's bits depend on its own position, keys and values alone: not on L, B, its slot, or whether the cache is a
-    ring.
+    A query's bits depend on its own position, keys and values alone: not on B, its slot, or whether the cache is a
+    ring, nor, on a CPU, on L.
     """
     require(isinstance(q, Tensor), "attention", "q", "a tensor", q)
     require_floats("attention", q.device, q=q, k=k, v=v)
