@@ -48,7 +48,7 @@ def appended(
 CASES = [
     appended(2, 3, 2, 5, S=7),
     appended(2, 3, 2, 5, S=7, lengths=(3, 7), slots=(3, 0)),
-    appended(1, 1, 9, S=4, lengths=(4,), stored=torch.float16),
+    appended(1, 1, 9, S=4, lengths=(4,), stored=torch.bfloat16),
     appended(6, 2, 2, 5, S=7, lengths=(3, 7, 2, 4, 6, 5), slots=(3, 0, 7, 1, 2, 5)),
     appended(6, 2, 3, S=5, lengths=(3, 17, 2, 4, 60, 5), ring=True),
     appended(2, 3, 2, 5, S=7, lengths=(3, 22), slots=(1, 2), ring=True),

@@ -91,7 +91,7 @@ def delta(
     said = [form or "", "slots" if slots else "", "zeros" if zeros else "", "strided" if strided else ""]
     said += [] if in_place else ["copy"]
     name = f"{B}x{L}x{Hk}.{Hv}x{Dk}.{Dv}" + "".join(f"-{s}" for s in said if s)
-    return Case(gated_delta, name, build, serving, mutates=("state",), flops=flops, only=only)
+    return Case(gated_delta, name, build, serving, mutates=("state",), flops=flops if L > 1 else None, only=only)
 
 
 CASES = [

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .elementary import rounded
+
 TILE = 4096  # elements of a program
 
 
@@ -25,8 +27,9 @@ def append_kernel(
     mask = kept[:, None] & (column < size)[None, :]
     source = new + b * new_strides[0] + token * new_strides[1] + head * new_strides[2]
     target = cache + slot * cache_strides[0] + place * cache_strides[1] + head * cache_strides[2]
-    values = tl.load(source[:, None] + column[None, :] * new_strides[3], mask=mask, other=0.0)
-    tl.store(target[:, None] + column[None, :] * cache_strides[3], values.to(cache.dtype.element_ty), mask=mask)
+    values = tl.load(source[:, None] + column[None, :] * new_strides[3], mask=mask, other=0.0).to(tl.float32)
+    values = rounded(values, cache.dtype.element_ty)
+    tl.store(target[:, None] + column[None, :] * cache_strides[3], values, mask=mask)
 
 
 def append(cache, new, *, slots=None, lengths=None, ring=False):
