@@ -29,13 +29,7 @@ def clone(value: Any, floats: torch.dtype | None = None) -> Any:
         copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         copy.copy_(value)
         return copy.to(floats) if floats and value.is_floating_point() else copy
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(clone(v, floats) for v in value))
-    if isinstance(value, list | tuple):
-        return type(value)(clone(v, floats) for v in value)
-    if isinstance(value, dict):
-        return {k: clone(v, floats) for k, v in value.items()}
-    return value
+    return each_inside(value, lambda v: clone(v, floats))
 
 
 def move(value: Any, device: torch.device | str) -> Any:
@@ -45,15 +39,20 @@ def move(value: Any, device: torch.device | str) -> Any:
             return value
         moved = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
         return moved.copy_(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(move(v, device) for v in value))
-    if isinstance(value, list | tuple):
-        return type(value)(move(v, device) for v in value)
-    if isinstance(value, dict):
-        return {k: move(v, device) for k, v in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return type(value)(**{name: move(field, device) for name, field in fields.items()})
+    return each_inside(value, lambda v: move(v, device))
+
+
+def each_inside(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A tuple, list or dict with all it holds changed; anything else as it is."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(change, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(change, value))
+    if isinstance(value, dict):
+        return {k: change(v) for k, v in value.items()}
     return value
 
 
