@@ -1,0 +1,143 @@
+"""What requests keep between steps. A model says what each of its layers keeps; a cache holds that for many slots.
+
+A layer keeps rows, one a token (keys and values, latents), and things of a fixed size (recurrent states). Rows of a
+layer with a window form a ring: room for the window and the longest run of new tokens, whatever the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .step import Step, plan
+
+GROWTH = 256  # rows: a cache that grows does so in steps of this, so that few copies are made
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one layer keeps of a request: `rows` name -> shape of one token's row; `fixed` name -> shape and dtype."""
+
+    rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    fixed: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = field(default_factory=dict)
+    window: int | None = None
+
+    def shapes(self, capacity: int, chunk: int, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape, after the axis of slots, and dtype of each tensor. dtype None in `fixed` is the activations'."""
+        length = capacity if self.window is None else min(capacity, self.window + chunk - 1)
+        return {name: ((length, *row), dtype) for name, row in self.rows.items()} | {
+            name: (shape, own or dtype) for name, (shape, own) in self.fixed.items()
+        }
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A request's state, apart from its slot: so many tokens, and the tensors of every layer."""
+
+    length: int
+    layers: tuple[dict[str, Tensor], ...]
+
+
+class Cache:
+    """The state of up to `slots` requests of at most `capacity` tokens, computed in runs of at most `chunk` tokens."""
+
+    def __init__(
+        self,
+        kept: Sequence[Kept],
+        slots: int,
+        capacity: int,
+        *,
+        chunk: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.kept, self.slots, self.chunk = tuple(kept), slots, chunk
+        self.device, self.dtype = torch.device(device), dtype
+        self.lengths = [0] * slots
+        self.capacity = capacity
+        self.layers = self._made(capacity)
+
+    def _made(self, capacity: int) -> list[dict[str, Tensor]]:
+        return [
+            {
+                name: torch.zeros(self.slots, *shape, dtype=dtype, device=self.device)
+                for name, (shape, dtype) in one.shapes(capacity, self.chunk, self.dtype).items()
+            }
+            for one in self.kept
+        ]
+
+    def reserve(self, length: int) -> None:
+        """Room for `length` tokens in every slot; what is held stays."""
+        if length <= self.capacity:
+            return
+        capacity = -(-max(length, self.capacity * 3 // 2) // GROWTH) * GROWTH
+        larger = self._made(capacity)
+        for old, new in zip(self.layers, larger, strict=True):
+            for name, tensor in old.items():
+                # A ring grows only while it is shorter than its window: it has not turned yet, so rows stay in place.
+                new[name][:, : tensor.shape[1]].copy_(tensor)
+        self.layers, self.capacity = larger, capacity
+
+    def plan(self, work: Sequence[tuple[int, Sequence[int]]], all_logits: bool = False) -> Step:
+        """A step that appends new ids to slots. Their lengths count as held once `advance` is told so."""
+        for slot, ids in work:
+            if not 0 < len(ids) <= self.chunk:
+                raise ValueError(f"a run of {len(ids)} tokens: this cache takes 1 to {self.chunk} at a time")
+            if self.lengths[slot] + len(ids) > self.capacity:
+                total = self.lengths[slot] + len(ids)
+                raise ValueError(f"slot {slot} would hold {total} tokens: this cache has room for {self.capacity}")
+        return plan(work, self.lengths, self.device, all_logits)
+
+    def advance(self, work: Sequence[tuple[int, Sequence[int]]]) -> None:
+        for slot, ids in work:
+            self.lengths[slot] += len(ids)
+
+    def reset(self, slot: int) -> None:
+        """Forget a request. Rows past a length are never read, but recurrent states are."""
+        self.lengths[slot] = 0
+        for one, layer in zip(self.kept, self.layers, strict=True):
+            for name in one.fixed:
+                layer[name][slot] = 0
+
+    def snapshot(self, slot: int) -> Snapshot:
+        """Rows come out in the order of their tokens, so that a cache of another size can take them."""
+        length = self.lengths[slot]
+        saved = tuple(
+            {
+                name: (t[slot, self._places(one, length, t.shape[1])] if name in one.rows else t[slot].clone())
+                for name, t in layer.items()
+            }
+            for one, layer in zip(self.kept, self.layers, strict=True)
+        )
+        return Snapshot(length, saved)
+
+    def restore(self, slot: int, snapshot: Snapshot) -> None:
+        self.reserve(snapshot.length)
+        self.lengths[slot] = snapshot.length
+        for one, layer, saved in zip(self.kept, self.layers, snapshot.layers, strict=True):
+            for name, tensor in saved.items():
+                if name in one.rows:
+                    layer[name][slot, self._places(one, snapshot.length, layer[name].shape[1])] = tensor
+                else:
+                    layer[name][slot] = tensor
+
+    def _places(self, one: Kept, length: int, rows: int) -> Tensor:
+        """Where the tokens lie that a layer may still read: all of them, or those of its window."""
+        first = 0 if one.window is None else max(0, length - one.window)
+        return torch.arange(first, length, device=self.device) % rows
+
+    @property
+    def nbytes(self) -> int:
+        return bytes_of(self.kept, self.slots, self.capacity, self.chunk, self.dtype)
+
+
+def bytes_of(kept: Sequence[Kept], slots: int, capacity: int, chunk: int, dtype: torch.dtype) -> int:
+    """The memory of a cache, without making it."""
+    return slots * sum(
+        torch.Size(shape).numel() * own.itemsize
+        for one in kept
+        for shape, own in one.shapes(capacity, chunk, dtype).values()
+    )

@@ -1,0 +1,53 @@
+"""From a folder to a model that runs: checked as a skeleton first, then filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from . import checkpoint as checkpoints
+from .models import MODELS
+from .models.decoder import Decoder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    path: Path | str,
+    device: torch.device | str | None = "cpu",
+    dtype: torch.dtype | str | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> Decoder:
+    """The model of an MLX checkpoint's folder. dtype is that of its activations; weights stay as they are stored."""
+    target = pick_device(device)
+    checkpoint = checkpoints.open(path, set(MODELS))
+    build = MODELS[checkpoint.config.model_type]
+    skeleton = checkpoint.weights("meta")
+    count = len(build(checkpoint.config, skeleton).layers)
+    skeleton.finish(layers=count)
+    checkpoint.config.log_unread()
+    model = build(checkpoint.config, skeleton.load(target, progress=progress))
+    model.dtype = pick_dtype(dtype, target)
+    return model
+
+
+def pick_device(device: torch.device | str | None) -> torch.device:
+    """None is the best there is: cuda, mps, cpu."""
+    if device is not None:
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def pick_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype in DTYPES.values():
+        return dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"load_model: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return DTYPES[dtype]  # type: ignore[index]

@@ -1,0 +1,90 @@
+"""What every model here is: an embedding, layers, a norm and a head. A family makes the layers."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import limits
+from ..cache import Cache, Kept
+from ..checkpoint import Weights
+from ..config import Config
+from ..step import Step
+from .layers import Block, Embedding, Linear, Norm
+
+
+class Mixer(Protocol):
+    """What lets tokens see each other: attention in one of its forms, or a recurrence."""
+
+    @property
+    def kept(self) -> Kept: ...
+
+    def __call__(self, x: Tensor, step: Step, kept: dict[str, Tensor]) -> Tensor: ...
+
+
+class Layer:
+    """h + mixer(norm h), then h + mlp(norm h)."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        H: int,
+        eps: float,
+        mixer: Mixer,
+        mlp: Block,
+    ) -> None:
+        self.before = Norm(weights, "input_layernorm", H, eps)
+        self.between = Norm(weights, "post_attention_layernorm", H, eps)
+        self.mixer, self.mlp, self.kept = mixer, mlp, mixer.kept
+
+    def __call__(
+        self, h: Tensor, r: Tensor | None, step: Step, kept: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        x, h = self.before.after(h, r)
+        x, h = self.between.after(h, self.mixer(x, step, kept))
+        return self.mlp(x, h)
+
+
+class Decoder:
+    """ids -> logits. `context` is the longest text the model was made for; `kept` what its layers keep of a request."""
+
+    def __init__(self, config: Config, weights: Weights, H: int, eps: float, *, tied: bool = False) -> None:
+        self.model_type, self.device, self.dtype = config.model_type, weights.device, torch.float32
+        self.vocabulary = config.integer("vocab_size", 1, limits.VOCABULARY)
+        self.context = config.integer("max_position_embeddings", 1)
+        self.embedding = Embedding(weights, "embed_tokens", self.vocabulary, H)
+        self.norm = Norm(weights, "norm", H, eps)
+        tied = config.flag("tie_word_embeddings", default=tied)
+        self.head = self.embedding.project if tied else Linear(weights, "lm_head", self.vocabulary, H)
+        if tied:
+            weights.skip("lm_head")
+        self.layers: list[Any] = []
+
+    @staticmethod
+    def places(config: Config, weights: Weights) -> list[Weights]:
+        """The weights of each layer; what stands behind the last one predicts further tokens, and is left out."""
+        count = config.integer("num_hidden_layers", 1, limits.LAYERS)
+        return [weights / f"layers.{index}" for index in range(count)]
+
+    @property
+    def kept(self) -> list[Kept]:
+        return [layer.kept for layer in self.layers]
+
+    def new_cache(self, slots: int = 1, capacity: int = 0, chunk: int | None = None) -> Cache:
+        """Room for requests of this model. `chunk` is how many tokens a request may bring in one step."""
+        chunk = chunk or (512 if self.device.type == "cpu" else 2048)
+        return Cache(self.kept, slots, capacity, chunk=chunk, device=self.device, dtype=self.dtype)
+
+    def __call__(self, step: Step, cache: Cache) -> Tensor:
+        """The logits [wanted, V] of a step, in the dtype of the activations. The cache takes in the step's tokens."""
+        h, r = self.embedding(step.ids, self.dtype), None
+        for layer, kept in zip(self.layers, cache.layers, strict=True):
+            h, r = layer(h, r, step, kept)
+        return self.logits(h, r, step)
+
+    def logits(self, h: Tensor, r: Tensor | None, step: Step) -> Tensor:
+        if step.wanted is not None:
+            h, r = h[step.wanted], None if r is None else r[step.wanted]
+        return self.head(self.norm.after(h, r)[0])

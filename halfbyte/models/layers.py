@@ -1,0 +1,172 @@
+"""The blocks models are built from. Each takes its weights by name when it is made, and calls ops when it is run.
+
+Tokens come flat, x [T, ...]; what looks into a request's past goes through the step's runs. A sum that the next norm
+can take in ("h, plus r once somebody normalises it") is passed on as the pair (h, r).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..cache import Kept
+from ..checkpoint import Weights
+from ..ops.attention import attention
+from ..ops.cache import append
+from ..ops.experts import expert_mlp
+from ..ops.quant import embed, qmm
+from ..ops.routing import combine, route
+from ..ops.rowwise import glu, rms_norm
+from ..step import Run, Step
+from .rotary import Rope
+
+Block = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]  # (norm of h, h) -> the next pair
+
+
+class Linear:
+    """y = x wᵀ, for a quantised or a dense weight [N, K]."""
+
+    def __init__(self, weights: Weights, name: str, N: int, K: int) -> None:
+        self.weight = weights.linear(name, N, K)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return qmm(x, self.weight)
+
+
+class Embedding:
+    """A table [V, K]: rows by id, and, tied, the projection back to the vocabulary."""
+
+    def __init__(self, weights: Weights, name: str, V: int, K: int) -> None:
+        self.weight = weights.linear(name, V, K)
+
+    def __call__(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return embed(ids, self.weight, dtype)
+
+    def project(self, x: Tensor) -> Tensor:
+        return qmm(x, self.weight)
+
+
+class Norm:
+    """y = x / sqrt(mean x² + eps) weight."""
+
+    def __init__(self, weights: Weights, name: str, D: int, eps: float) -> None:
+        self.weight, self.eps = weights.tensor(f"{name}.weight", D), eps
+
+    def __call__(self, x: Tensor, **more: Tensor | float | None) -> Tensor:
+        y: Tensor = rms_norm(x, self.weight, self.eps, **more)  # type: ignore[arg-type]
+        return y
+
+    def after(self, h: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm of h + r, h + r)"""
+        if r is None:
+            return self(h), h
+        y, h = rms_norm(r, self.weight, self.eps, add=h, return_sum=True)
+        return y, h
+
+
+class GatedMLP:
+    """down(activation(gate x) · up x)"""
+
+    def __init__(self, weights: Weights, H: int, I: int, activation: str = "silu") -> None:  # noqa: E741
+        self.gate, self.up = Linear(weights, "gate_proj", I, H), Linear(weights, "up_proj", I, H)
+        self.down, self.activation = Linear(weights, "down_proj", H, I), activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(glu(self.gate(x), self.up(x), self.activation))
+
+
+class DenseBlock:
+    """A gated network that leaves its sum to the next norm."""
+
+    def __init__(self, weights: Weights, H: int, I: int) -> None:  # noqa: E741
+        self.mlp = GatedMLP(weights, H, I)
+
+    def __call__(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor | None]:
+        return h, self.mlp(x)
+
+
+class MixtureBlock:
+    """h + sum of the chosen experts' outputs, weighted by the router, + the shared expert, gated or not."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        H: int,
+        I: int,  # noqa: E741
+        E: int,
+        router: Callable[[Tensor], tuple[Tensor, Tensor]],
+        shared: tuple[str, int] | None = None,
+        shared_gate: str | None = None,
+    ) -> None:
+        self.router = router
+        self.experts = weights.experts("switch_mlp", E, I, H)
+        self.shared = None if shared is None else GatedMLP(weights / shared[0], H, shared[1])
+        self.shared_gate = None if shared_gate is None else Linear(weights, shared_gate, 1, H)
+
+    def __call__(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor | None]:
+        ids, shares = self.router(x)
+        y = expert_mlp(x, ids, self.experts)
+        shared = None if self.shared is None else self.shared(x)
+        gate = None if self.shared_gate is None else self.shared_gate(x).flatten()
+        return combine(y, shares, residual=h, shared=shared, shared_gate=gate), None
+
+
+class SoftmaxRouter:
+    """The k largest of softmax(gate x), renormalised or not."""
+
+    def __init__(self, weights: Weights, H: int, E: int, k: int, renormalise: bool) -> None:
+        self.gate, self.k, self.renormalise = Linear(weights, "gate", E, H), k, renormalise
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return route(self.gate(x), self.k, renormalise=self.renormalise)
+
+
+class Attention:
+    """Grouped-query attention with normalised queries and keys; `gated` multiplies its output by sigmoid(gate).
+
+    Gated, the query projection holds [query | gate] for each head.
+    """
+
+    def __init__(
+        self, weights: Weights, H: int, heads: int, kv_heads: int, D: int, eps: float, rope: Rope, gated: bool = False
+    ) -> None:
+        self.heads, self.kv_heads, self.D, self.gated, self.rope = heads, kv_heads, D, gated, rope
+        self.q = Linear(weights, "q_proj", heads * D * (2 if gated else 1), H)
+        self.k, self.v = Linear(weights, "k_proj", kv_heads * D, H), Linear(weights, "v_proj", kv_heads * D, H)
+        self.o = Linear(weights, "o_proj", H, heads * D)
+        self.q_norm, self.k_norm = Norm(weights, "q_norm", D, eps), Norm(weights, "k_norm", D, eps)
+
+    @property
+    def kept(self) -> Kept:
+        return Kept(rows={"k": (self.kv_heads, self.D), "v": (self.kv_heads, self.D)})
+
+    def __call__(self, x: Tensor, step: Step, kept: dict[str, Tensor]) -> Tensor:
+        q, k, v = self.q(x).unflatten(-1, (self.heads, -1)), self.k(x), self.v(x).unflatten(-1, (self.kv_heads, -1))
+        q, gate = (q[..., : self.D], q[..., self.D :]) if self.gated else (q, None)
+        q = self.rope(self.q_norm(q), step.positions)
+        k = self.rope(self.k_norm(k.unflatten(-1, (self.kv_heads, -1))), step.positions)
+        o = attend(step, kept, q, k, v, scale=self.D**-0.5)
+        return self.o((o if gate is None else glu(gate, o, "sigmoid")).flatten(1))
+
+
+def attend(
+    step: Step,
+    kept: dict[str, Tensor],
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Append keys and values, then attend: q [T, heads, D]. Without them the layer reads what another has appended."""
+
+    def work(run: Run, q: Tensor, *new: Tensor) -> Tensor:
+        for name, rows in zip(("k", "v"), new, strict=False):
+            append(kept[name], rows, slots=run.slots, lengths=run.lengths, ring=window is not None)
+        o: Tensor = attention(q, kept["k"], kept["v"], scale=scale, window=window, lengths=run.lengths, slots=run.slots)
+        return o
+
+    return step.each_run(work, q, *(x for x in (k, v) if x is not None))

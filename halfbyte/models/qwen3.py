@@ -1,0 +1,46 @@
+"""Qwen3 and Qwen3-MoE: attention with normalised queries and keys; dense layers, or softmax-routed experts."""
+
+from __future__ import annotations
+
+from .. import limits
+from ..checkpoint import Weights
+from ..config import Config
+from . import rotary
+from .decoder import Decoder, Layer
+from .layers import Attention, Block, DenseBlock, MixtureBlock, SoftmaxRouter
+
+
+class Qwen3(Decoder):
+    def __init__(self, config: Config, weights: Weights) -> None:
+        H, heads = config.integer("hidden_size", 1, limits.HIDDEN), config.integer("num_attention_heads", 1, 4096)
+        kv_heads = config.integer("num_key_value_heads", 1, 4096, default=heads)
+        D, eps = config.integer("head_dim", 1, 512, default=H // heads), config.number("rms_norm_eps", 0.0, 1.0)
+        config.must_be("hidden_act", "silu")
+        config.must_be("attention_bias", False)
+        config.must_be("use_sliding_window", False)
+        super().__init__(config, weights, H, eps)
+        turn = rotary.read(config, D, weights.device)
+        mixture = config.model_type == "qwen3_moe"
+        dense = config.list_of("mlp_only_layers", int, default=[]) if mixture else []
+        every = config.integer("decoder_sparse_step", 1, limits.LAYERS, default=1) if mixture else 1
+        for index, here in enumerate(self.places(config, weights)):
+            mixer = Attention(here / "self_attn", H, heads, kv_heads, D, eps, turn)
+            if mixture and index not in dense and (index + 1) % every == 0:
+                mlp: Block = softmax_mixture(config, here / "mlp", H)
+            else:
+                mlp = DenseBlock(here / "mlp", H, config.integer("intermediate_size", 1, limits.HIDDEN * 8))
+            self.layers.append(Layer(here, H, eps, mixer, mlp))
+
+
+def softmax_mixture(
+    config: Config, weights: Weights, H: int, *, renormalise: bool = False, shared: bool = False
+) -> MixtureBlock:
+    """Qwen's experts: softmax over all, the k largest, renormalised; beside them, perhaps, a gated shared expert."""
+    E = config.integer("num_experts", 1, limits.EXPERTS)
+    k = config.integer("num_experts_per_tok", 1, E)
+    inner = config.integer("moe_intermediate_size", 1, limits.HIDDEN)
+    router = SoftmaxRouter(weights, H, E, k, config.flag("norm_topk_prob", default=renormalise))
+    if not shared:
+        return MixtureBlock(weights, H, inner, E, router)
+    beside = ("shared_expert", config.integer("shared_expert_intermediate_size", 1, limits.HIDDEN))
+    return MixtureBlock(weights, H, inner, E, router, shared=beside, shared_gate="shared_expert_gate")

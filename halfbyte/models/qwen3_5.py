@@ -1,0 +1,124 @@
+"""Qwen3.5, Qwen3.5/3.6-MoE and Qwen3-Next: three layers of gated delta rule to one of gated attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import limits
+from ..cache import Kept
+from ..checkpoint import Weights
+from ..config import Config
+from ..ops.quant import Packed, qmm
+from ..ops.recurrent import causal_conv, delta_gates, gated_delta
+from ..ops.rowwise import rms_norm
+from ..step import Run, Step
+from . import rotary
+from .decoder import Decoder, Layer, Mixer
+from .layers import Attention, Block, DenseBlock, Linear, Norm
+from .qwen3 import softmax_mixture
+
+QK_EPS = 1e-6  # added to the sum of squares of a query or key, not to their mean
+
+
+class Qwen3_5(Decoder):
+    def __init__(self, config: Config, weights: Weights) -> None:
+        H, heads = config.integer("hidden_size", 1, limits.HIDDEN), config.integer("num_attention_heads", 1, 4096)
+        kv_heads = config.integer("num_key_value_heads", 1, 4096, default=heads)
+        D, eps = config.integer("head_dim", 1, 512, default=H // heads), config.number("rms_norm_eps", 0.0, 1.0)
+        config.must_be("hidden_act", "silu")
+        config.must_be("attention_bias", False)
+        config.must_be("attn_output_gate", True)
+        super().__init__(config, weights, H, eps)
+        turn = rotary.read(config, D, weights.device, partial=0.25)
+        mixture = config.model_type != "qwen3_5" and config.integer("num_experts", 0, limits.EXPERTS) > 0
+        dense = config.list_of("mlp_only_layers", int, default=[])
+        every = config.integer("decoder_sparse_step", 1, limits.LAYERS, default=1)
+        for index, (kind, here) in enumerate(zip(self.kinds(config), self.places(config, weights), strict=True)):
+            if kind == "full_attention":
+                mixer: Mixer = Attention(here / "self_attn", H, heads, kv_heads, D, eps, turn, gated=True)
+            else:
+                mixer = GatedDeltaNet(config, here / "linear_attn", H, eps)
+            if mixture and index not in dense and (index + 1) % every == 0:
+                mlp: Block = softmax_mixture(config, here / "mlp", H, renormalise=True, shared=True)
+            else:
+                mlp = DenseBlock(here / "mlp", H, config.integer("intermediate_size", 1, limits.HIDDEN * 8))
+            self.layers.append(Layer(here, H, eps, mixer, mlp))
+
+    @staticmethod
+    def kinds(config: Config) -> list[str]:
+        count = config.integer("num_hidden_layers", 1, limits.LAYERS)
+        interval = config.integer("full_attention_interval", 1, limits.LAYERS, default=4)
+        usual = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
+        kinds = config.list_of("layer_types", str, count, default=usual)
+        if unknown := set(kinds) - {"linear_attention", "full_attention"}:
+            config.refuse("layer_types", f"linear_attention and full_attention are implemented, not {unknown.pop()!r}")
+        return kinds
+
+
+class GatedDeltaNet:
+    """A short convolution, then the gated delta rule: a state of a fixed size, however long the text."""
+
+    def __init__(self, config: Config, weights: Weights, H: int, eps: float) -> None:
+        self.Hk, self.Hv = (config.integer(f"linear_num_{name}_heads", 1, 4096) for name in ("key", "value"))
+        self.Dk, self.Dv = (config.integer(f"linear_{name}_head_dim", 1, 512) for name in ("key", "value"))
+        if self.Hv % self.Hk:
+            config.refuse("linear_num_value_heads", f"{self.Hv} is no multiple of the {self.Hk} key heads")
+        self.width = config.integer("linear_conv_kernel_dim", 2, 64)
+        self.C = 2 * self.Hk * self.Dk + self.Hv * self.Dv
+        if "in_proj_qkvz" in weights:
+            self.qkv, self.z, self.b, self.a = self._unmixed(weights, H)
+        else:
+            self.qkv, self.z = (
+                weights.linear("in_proj_qkv", self.C, H),
+                weights.linear("in_proj_z", self.Hv * self.Dv, H),
+            )
+            self.b, self.a = weights.linear("in_proj_b", self.Hv, H), weights.linear("in_proj_a", self.Hv, H)
+        self.conv = weights.tensor("conv1d.weight", self.C, self.width, 1)
+        self.a_log, self.dt_bias = weights.tensor("A_log", self.Hv), weights.tensor("dt_bias", self.Hv)
+        self.norm = Norm(weights, "norm", self.Dv, eps)
+        self.out = Linear(weights, "out_proj", H, self.Hv * self.Dv)
+
+    def _unmixed(self, weights: Weights, H: int) -> tuple[Packed | Tensor, ...]:
+        """Qwen3-Next stores the projections in one, key head by key head; rows are put in the order of Qwen3.5."""
+        per, v = self.Hv // self.Hk, self.Hv // self.Hk * self.Dv
+        mixed = weights.linear("in_proj_qkvz", self.C + self.Hv * self.Dv, H)
+        rows = torch.arange(mixed.shape[0]).view(self.Hk, -1)
+        q, k, v_rows, z = (part.flatten() for part in rows.split([self.Dk, self.Dk, v, v], 1))
+        gates = weights.linear("in_proj_ba", 2 * self.Hv, H)
+        b, a = (part.flatten() for part in torch.arange(2 * self.Hv).view(self.Hk, -1).split([per, per], 1))
+        return select(mixed, torch.cat([q, k, v_rows])), select(mixed, z), select(gates, b), select(gates, a)
+
+    @property
+    def kept(self) -> Kept:
+        state = (self.Hv, self.Dv, self.Dk)
+        return Kept(fixed={"conv": ((self.width - 1, self.C), None), "state": (state, torch.float32)})
+
+    def __call__(self, x: Tensor, step: Step, kept: dict[str, Tensor]) -> Tensor:
+        def convolve(run: Run, x: Tensor) -> Tensor:
+            return causal_conv(x, self.conv, kept["conv"], slots=run.slots)
+
+        mixed = step.each_run(convolve, qmm(x, self.qkv))
+        q, k, v = mixed.split([self.Hk * self.Dk, self.Hk * self.Dk, self.Hv * self.Dv], -1)
+        q, k = (
+            rms_norm(part.unflatten(-1, (self.Hk, self.Dk)), None, QK_EPS / self.Dk, scale=scale)
+            for part, scale in ((q, 1 / self.Dk), (k, self.Dk**-0.5))
+        )
+        g, beta = delta_gates(qmm(x, self.a), qmm(x, self.b), self.a_log, self.dt_bias)
+
+        def recur(run: Run, *inputs: Tensor) -> Tensor:
+            o: Tensor = gated_delta(*inputs, kept["state"], slots=run.slots)  # type: ignore[misc]
+            return o
+
+        o = step.each_run(recur, q, k, v.unflatten(-1, (self.Hv, self.Dv)), g, beta)
+        gate = qmm(x, self.z).unflatten(-1, (self.Hv, self.Dv))
+        return self.out(self.norm(o, gate=gate).flatten(1))
+
+
+def select(w: Packed | Tensor, rows: Tensor) -> Packed | Tensor:
+    """Rows of a weight, codes as they are."""
+    rows = rows.to(w.device)
+    if isinstance(w, Tensor):
+        return w[rows]
+    biases = None if w.biases is None else w.biases[rows]
+    return Packed(w.words[rows], w.scales[rows], biases, w.bits, w.group, w.mode, w.global_scale)

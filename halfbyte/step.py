@@ -1,0 +1,82 @@
+"""One step of a model: which tokens of which requests are computed together.
+
+Most of a model works on tokens one by one, so a step is one flat row of tokens, whatever requests they belong to. Ops
+that look into a request's past (attention, convolution, recurrence) take [B, L] tokens: those are the step's runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """B requests with L new tokens each, side by side in the step from token `start` on."""
+
+    start: int
+    B: int
+    L: int
+    slots: Tensor  # int32 [B]
+    lengths: Tensor  # int32 [B], these tokens included
+
+    def view(self, x: Tensor) -> Tensor:
+        """This run's part of x [T, ...], as [B, L, ...]."""
+        part = x if x.shape[0] == self.B * self.L else x[self.start : self.start + self.B * self.L]
+        return part.view(self.B, self.L, *x.shape[1:]) if part.is_contiguous() else part.unflatten(0, (self.B, self.L))
+
+
+@dataclass(frozen=True)
+class Step:
+    """ids, positions [T]: every token of the step. wanted: the tokens whose logits are asked for, None for all."""
+
+    ids: Tensor
+    positions: Tensor
+    runs: tuple[Run, ...]
+    wanted: Tensor | None = None
+
+    def each_run(self, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """work(run, *inputs as [B, L, ...]) -> [B, L, ...] for every run, joined to [T, ...] again."""
+        done = [work(run, *map(run.view, inputs)).flatten(0, 1) for run in self.runs]
+        return done[0] if len(done) == 1 else torch.cat(done)
+
+
+def plan(
+    work: Sequence[tuple[int, Sequence[int]]],
+    held: Sequence[int],
+    device: torch.device | str,
+    all_logits: bool = False,
+) -> Step:
+    """A step for (slot, new ids) pairs, where slot s holds held[s] tokens so far; logits of each last token, or of all.
+
+    Requests with one new token share a run; the logits come in the order of `work`.
+    """
+    order = sorted(range(len(work)), key=lambda i: len(work[i][1]) > 1)  # stable: single tokens first
+    singles = sum(len(ids) == 1 for _, ids in work)
+    groups = [order[:singles], *([i] for i in order[singles:])]
+    ids: list[int] = []
+    positions: list[int] = []
+    runs, firsts = [], {}
+    for group in groups:
+        if not group:
+            continue
+        start, L = len(ids), len(work[group[0]][1])
+        for i in group:
+            slot, new = work[i]
+            firsts[i] = len(ids)
+            ids += new
+            positions += range(held[slot], held[slot] + L)
+        slots = [work[i][0] for i in group]
+        ends = [held[slot] + L for slot in slots]
+        runs.append(Run(start, len(group), L, _int32(slots, device), _int32(ends, device)))
+    spans = [range(firsts[i], firsts[i] + len(work[i][1])) for i in range(len(work))]
+    rows = [row for span in spans for row in (span if all_logits else span[-1:])]
+    wanted = None if rows == list(range(len(ids))) else _int32(rows, device)
+    return Step(_int32(ids, device), _int32(positions, device), tuple(runs), wanted)
+
+
+def _int32(values: Sequence[int], device: torch.device | str) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
