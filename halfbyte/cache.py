@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .step import Step, plan
+from .step import Step, Wanted, plan
 
 GROWTH = 256  # rows: a cache that grows does so in steps of this, so that few copies are made
 
@@ -81,7 +81,7 @@ class Cache:
                 new[name][:, : tensor.shape[1]].copy_(tensor)
         self.layers, self.capacity = larger, capacity
 
-    def plan(self, work: Sequence[tuple[int, Sequence[int]]], all_logits: bool = False) -> Step:
+    def plan(self, work: Sequence[tuple[int, Sequence[int]]], wanted: Wanted | Sequence[Wanted] = "last") -> Step:
         """A step that appends new ids to slots. Their lengths count as held once `advance` is told so."""
         for slot, ids in work:
             if not 0 < len(ids) <= self.chunk:
@@ -89,7 +89,7 @@ class Cache:
             if self.lengths[slot] + len(ids) > self.capacity:
                 total = self.lengths[slot] + len(ids)
                 raise ValueError(f"slot {slot} would hold {total} tokens: this cache has room for {self.capacity}")
-        return plan(work, self.lengths, self.device, all_logits)
+        return plan(work, self.lengths, self.device, wanted)
 
     def advance(self, work: Sequence[tuple[int, Sequence[int]]]) -> None:
         for slot, ids in work:

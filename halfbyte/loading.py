@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from . import checkpoint as checkpoints
+from . import hub
+from .chat import Tokenizer
 from .models import MODELS
 from .models.decoder import Decoder
 
@@ -30,8 +32,23 @@ def load_model(
     skeleton.finish(layers=count)
     checkpoint.config.log_unread()
     model = build(checkpoint.config, skeleton.load(target, progress=progress))
-    model.dtype = pick_dtype(dtype, target)
+    model.dtype, model.fingerprint = pick_dtype(dtype, target), checkpoint.fingerprint
     return model
+
+
+def load(
+    path_or_repo: Path | str,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Decoder, Tokenizer]:
+    """The model and the tokenizer of a folder, or of a repository of the hub such as mlx-community/..."""
+    folder = hub.locate(path_or_repo, revision=revision, offline=offline)
+    model = load_model(folder, device, dtype, progress=progress)
+    return model, Tokenizer.open(folder, model.vocabulary)
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:
@@ -47,7 +64,7 @@ def pick_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.d
     if dtype is None:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if dtype in DTYPES.values():
-        return dtype
+        return dtype  # type: ignore[return-value]
     if dtype not in DTYPES:
         raise ValueError(f"load_model: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    return DTYPES[dtype]  # type: ignore[index]
+    return DTYPES[dtype]

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Wanted = Literal["last", "all", "none"]
+FIRST = {"last": -1, "all": 0, "none": 1 << 62}  # of a request's new tokens, whose logits are wanted from there on
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,14 @@ def plan(
     work: Sequence[tuple[int, Sequence[int]]],
     held: Sequence[int],
     device: torch.device | str,
-    all_logits: bool = False,
+    wanted: Wanted | Sequence[Wanted] = "last",
 ) -> Step:
-    """A step for (slot, new ids) pairs, where slot s holds held[s] tokens so far; logits of each last token, or of all.
+    """A step for (slot, new ids) pairs, where slot s holds held[s] tokens so far.
 
-    Requests with one new token share a run; the logits come in the order of `work`.
+    Requests with one new token share a run. The logits come in the order of `work`: those of each request's last new
+    token, of all its new tokens or of none.
     """
+    wishes = [wanted] * len(work) if isinstance(wanted, str) else wanted
     order = sorted(range(len(work)), key=lambda i: len(work[i][1]) > 1)  # stable: single tokens first
     singles = sum(len(ids) == 1 for _, ids in work)
     groups = [order[:singles], *([i] for i in order[singles:])]
@@ -73,9 +79,9 @@ def plan(
         ends = [held[slot] + L for slot in slots]
         runs.append(Run(start, len(group), L, _int32(slots, device), _int32(ends, device)))
     spans = [range(firsts[i], firsts[i] + len(work[i][1])) for i in range(len(work))]
-    rows = [row for span in spans for row in (span if all_logits else span[-1:])]
-    wanted = None if rows == list(range(len(ids))) else _int32(rows, device)
-    return Step(_int32(ids, device), _int32(positions, device), tuple(runs), wanted)
+    rows = [row for span, wish in zip(spans, wishes, strict=True) for row in span[FIRST[wish] :]]
+    chosen = None if rows == list(range(len(ids))) else _int32(rows, device)
+    return Step(_int32(ids, device), _int32(positions, device), tuple(runs), chosen)
 
 
 def _int32(values: Sequence[int], device: torch.device | str) -> Tensor:

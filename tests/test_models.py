@@ -96,7 +96,7 @@ def test_a_snapshot_goes_on_where_it_was_taken(name):
     logits(model, ids[:3], kept)  # the original goes elsewhere
     other = model.new_cache(slots=3, capacity=7, chunk=19)
     other.restore(2, saved)
-    got = model(other.plan([(2, ids[-5:])], all_logits=True), other)
+    got = model(other.plan([(2, ids[-5:])], wanted="all"), other)
     assert torch.equal(got, straight[-5:])
 
 

@@ -60,6 +60,7 @@ class Decoder:
         self.head = self.embedding.project if tied else Linear(weights, "lm_head", self.vocabulary, H)
         if tied:
             weights.skip("lm_head")
+        self.fingerprint = ""  # of the checkpoint, once it is loaded
         self.layers: list[Any] = []
 
     @staticmethod

@@ -1,0 +1,197 @@
+"""Text from a model, under the names that mlx-lm's scripts import: generate, stream_generate, batch_generate."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cache import Cache
+from .chat import Tokenizer
+from .engine import Chooser, Engine, Processor, Request
+from .memory import peak
+from .models.decoder import Decoder
+from .sampling import SamplingParams
+
+Prompt = str | Sequence[int] | Tensor
+
+
+@dataclass(frozen=True)
+class GenerationResponse:
+    """A piece of a reply. `text` is what the token made sure of, and may be empty; memory is in GB."""
+
+    text: str
+    token: int
+    logits: Tensor
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory: float
+    finish_reason: str | None = None
+    from_draft: bool = False
+
+    @cached_property
+    def logprobs(self) -> Tensor:
+        """The log-probability of every token [V] at this place, as the model gave it."""
+        return torch.log_softmax(self.logits.float(), -1)
+
+
+@dataclass(frozen=True)
+class BatchStats:
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory: float
+
+
+@dataclass(frozen=True)
+class BatchResponse:
+    texts: list[str]
+    stats: BatchStats
+    token_ids: list[list[int]]
+    finish_reasons: list[str]
+
+
+def generate(model: Decoder, tokenizer: Tokenizer, prompt: Prompt, verbose: bool = False, **options: Any) -> str:
+    """The whole reply. `options` are those of stream_generate; `verbose` prints it as it comes, and its speed."""
+    pieces: list[str] = []
+    response = None
+    for response in stream_generate(model, tokenizer, prompt, **options):
+        pieces.append(response.text)
+        if verbose:
+            print(response.text, end="", flush=True)
+    if verbose and response is not None:
+        print()
+        print(
+            f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
+            f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec\n"
+            f"Peak memory: {response.peak_memory:.3f} GB",
+            file=sys.stderr,
+        )
+    return "".join(pieces)
+
+
+def stream_generate(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    max_tokens: int = 256,
+    *,
+    sampler: Chooser | None = None,
+    logits_processors: Sequence[Processor] | None = None,
+    prompt_cache: Cache | None = None,
+    prefill_step_size: int | None = None,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    stop: str | Sequence[str] = (),
+    **sampling: Any,
+) -> Iterator[GenerationResponse]:
+    """A reply, token by token.
+
+    A string is taken as it stands (a chat template is applied by tokenizer.apply_chat_template). `sampling` are
+    temperature, top_k, top_p, min_p, the penalties, logit_bias and seed; what is not given comes from the model's
+    generation_config.json. `logits_processors` change the logits before; a `sampler` (logprobs [1, V] -> id) takes the
+    place of all that. A `prompt_cache` goes on with the text it holds, and then holds the reply but its last token.
+    """
+    ids = _ids(tokenizer, prompt)
+    held = 0 if prompt_cache is None else prompt_cache.lengths[0]
+    room = _room(model, held + len(ids), max_tokens)
+    cache = model.new_cache(1, held + len(ids) + room, prefill_step_size) if prompt_cache is None else prompt_cache
+    cache.reserve(held + len(ids) + room)
+    request = Request(
+        ids, room, SamplingParams.of(tokenizer.generation_config, **sampling), tokenizer.eos_ids,
+        logits_processors or (), sampler, goes_on=prompt_cache is not None,
+    )  # fmt: skip
+    engine, decoder = Engine(model, cache), tokenizer.decoder(stop)
+    engine.submit(request)
+    start, first = time.perf_counter(), 0.0
+    while engine.busy:
+        made = engine.step()
+        if prompt_progress_callback is not None and not request.made[1:]:
+            prompt_progress_callback(request.computed, len(ids))
+        for _, id, logits in made:
+            now = time.perf_counter()
+            first = first or now
+            text = "" if id in tokenizer.eos_ids else decoder.push(id)
+            if decoder.stopped is not None and request.finish_reason is None:
+                engine.cancel(request)
+                request.finish_reason = "stop"
+            if request.finish_reason is not None:
+                text += decoder.finish()
+            count = len(request.made)
+            yield GenerationResponse(
+                text, id, logits, len(ids), len(ids) / (first - start), count,
+                (count - 1) / (now - first) if count > 1 else 0.0, peak(model.device) / 1e9, request.finish_reason,
+            )  # fmt: skip
+
+
+def batch_generate(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    prompt_caches: None = None,
+    max_tokens: int | Sequence[int] = 128,
+    *,
+    completion_batch_size: int = 32,
+    prefill_step_size: int | None = None,
+    stop: str | Sequence[str] = (),
+    **sampling: Any,
+) -> BatchResponse:
+    """The replies to several prompts, computed together. On a CPU each is the reply it would be alone, bit for bit."""
+    if prompt_caches is not None:
+        raise ValueError("batch_generate: prompt_caches are not taken; stream_generate goes on with a prompt_cache")
+    all_ids = [_ids(tokenizer, prompt) for prompt in prompts]
+    most = [max_tokens] * len(all_ids) if isinstance(max_tokens, int) else list(max_tokens)
+    rooms = [_room(model, len(ids), limit) for ids, limit in zip(all_ids, most, strict=True)]
+    params = SamplingParams.of(tokenizer.generation_config, **sampling)
+    requests = [Request(ids, room, params, tokenizer.eos_ids) for ids, room in zip(all_ids, rooms, strict=True)]
+    decoders = {id(request): tokenizer.decoder(stop) for request in requests}
+    texts = {id(request): "" for request in requests}
+    longest = max((len(ids) + room for ids, room in zip(all_ids, rooms, strict=True)), default=0)
+    slots = max(min(completion_batch_size, len(requests)), 1)
+    engine = Engine(model, model.new_cache(slots, longest, prefill_step_size))
+    for request in requests:
+        engine.submit(request)
+    spent = {True: 0.0, False: 0.0}  # seconds of steps that computed a prompt, and of the others
+    while engine.busy:
+        start, before = time.perf_counter(), sum(request.computed for request in requests)
+        for request, token, _ in engine.step():
+            decoder = decoders[id(request)]
+            texts[id(request)] += "" if token in tokenizer.eos_ids else decoder.push(token)
+            if decoder.stopped is not None and request.finish_reason is None:
+                engine.cancel(request)
+                request.finish_reason = "stop"
+        spent[sum(request.computed for request in requests) > before] += time.perf_counter() - start
+    prompted, made = sum(map(len, all_ids)), sum(len(request.made) for request in requests)
+    stats = BatchStats(
+        prompted, prompted / spent[True] if prompted else 0.0, made, made / (sum(spent.values()) or 1.0),
+        peak(model.device) / 1e9,
+    )  # fmt: skip
+    return BatchResponse(
+        [texts[id(request)] + decoders[id(request)].finish() for request in requests],
+        stats,
+        [request.made for request in requests],
+        [request.finish_reason or "length" for request in requests],
+    )
+
+
+def _ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer.prompt_ids(prompt)
+    return prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+
+
+def _room(model: Decoder, length: int, max_tokens: int) -> int:
+    """How many tokens may follow: what is asked for, as far as the model's context goes."""
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be 1 or more, got {max_tokens}")
+    if length >= model.context:
+        raise ValueError(f"the prompt has {length} tokens, and the model's context is {model.context}: shorten it")
+    return min(max_tokens, model.context - length)

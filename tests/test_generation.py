@@ -1,0 +1,282 @@
+"""Text from whole models: the API of mlx-lm, the engine under it, and state that goes on in another process."""
+
+import shutil
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import small_tokenizers
+import torch
+from test_models import FOLDER, golden, model_of
+
+import halfbyte
+from halfbyte import cache_file
+from halfbyte.chat import Tokenizer
+from halfbyte.engine import Engine, Request, logits
+from halfbyte.errors import CheckpointError, StorageError
+from halfbyte.sampling import SamplingParams
+
+NAME = "qwen3_5_moe-4bit"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("model") / "small"
+    shutil.copytree(FOLDER / NAME, made)
+    return small_tokenizers.save(made, generation_config={"eos_token_id": 3, "do_sample": False})
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return halfbyte.load(folder, device="cpu")
+
+
+@cache
+def greedy(count, prompt=(5, 6, 7)):
+    model, ids = model_of(NAME), list(prompt)
+    row, kept = logits(model, ids)
+    made = []
+    for _ in range(count):
+        made.append(int(row[-1].argmax()))
+        row, kept = logits(model, made[-1:], kept)
+    return made
+
+
+def test_greedy_tokens_are_those_of_the_logits(loaded):
+    model, tokenizer = loaded
+    answers = list(halfbyte.stream_generate(model, tokenizer, [5, 6, 7], max_tokens=9))
+    assert [answer.token for answer in answers] == greedy(9)
+    assert "".join(answer.text for answer in answers) == tokenizer.decode(greedy(9))
+    last = answers[-1]
+    assert (last.finish_reason, last.prompt_tokens, last.generation_tokens) == ("length", 3, 9)
+    assert all(answer.finish_reason is None for answer in answers[:-1])
+    assert last.prompt_tps > 0 and last.generation_tps > 0 and last.peak_memory > 0
+    assert last.logprobs.exp().sum() == pytest.approx(1) and int(last.logprobs.argmax()) == last.token
+    assert last.from_draft is False
+
+
+def test_generate_is_the_whole_text(loaded, capsys):
+    model, tokenizer = loaded
+    text = halfbyte.generate(model, tokenizer, [5, 6, 7], max_tokens=9, verbose=True)
+    said = capsys.readouterr()
+    assert said.out.strip() == text.strip() == tokenizer.decode(greedy(9)).strip()
+    assert "tokens-per-sec" in said.err
+
+
+def test_a_text_prompt_is_tokenised(loaded):
+    model, tokenizer = loaded
+    by_text = halfbyte.generate(model, tokenizer, "The quick", max_tokens=5)
+    assert by_text == halfbyte.generate(model, tokenizer, tokenizer.encode("The quick"), max_tokens=5)
+
+
+def test_an_end_of_text_token_ends_it(loaded):
+    model, tokenizer = loaded
+    third = greedy(9)[2]
+    ending = Tokenizer(tokenizer.tokens, tokenizer.named, tokenizer.templates, [third], {})
+    answers = list(halfbyte.stream_generate(model, ending, [5, 6, 7], max_tokens=9))
+    first = greedy(9).index(third)
+    assert [answer.token for answer in answers] == greedy(9)[: first + 1]
+    assert answers[-1].finish_reason == "stop"
+
+
+def test_a_stop_string_ends_it(loaded):
+    model, tokenizer = loaded
+    whole = tokenizer.decode(greedy(9))
+    stop = whole[4:6]
+    answers = list(halfbyte.stream_generate(model, tokenizer, [5, 6, 7], max_tokens=9, stop=stop))
+    assert "".join(answer.text for answer in answers) == whole[: whole.index(stop)]
+    assert answers[-1].finish_reason == "stop" and len(answers) < 9
+
+
+def test_a_seed_repeats_a_draw_and_a_row_draws_alone(loaded):
+    model, tokenizer = loaded
+    wish = {"temperature": 1.0, "top_p": 0.9, "seed": 11}
+    prompts = [[5, 6, 7], [9] * 30, [1]]
+    alone = [halfbyte.generate(model, tokenizer, prompt, max_tokens=8, **wish) for prompt in prompts]
+    together = halfbyte.batch_generate(model, tokenizer, prompts, max_tokens=8, **wish)
+    assert together.texts == alone
+    other = halfbyte.generate(model, tokenizer, prompts[0], max_tokens=8, **{**wish, "seed": 12})
+    assert other != alone[0]
+
+
+def test_a_batch_larger_than_its_slots(loaded):
+    model, tokenizer = loaded
+    prompts = [[5 + i] * (1 + 7 * i % 40) for i in range(9)]
+    limits = [1 + i for i in range(9)]
+    batch = halfbyte.batch_generate(
+        model, tokenizer, prompts, max_tokens=limits, completion_batch_size=4, prefill_step_size=16
+    )
+    for prompt, limit, ids, text in zip(prompts, limits, batch.token_ids, batch.texts, strict=True):
+        assert ids == greedy(limit, tuple(prompt)) and text == tokenizer.decode(ids)
+    assert batch.stats.generation_tokens == sum(limits) and batch.finish_reasons == ["length"] * 9
+    assert halfbyte.batch_generate(model, tokenizer, []).texts == []
+
+
+def test_a_prompt_cache_goes_on(loaded):
+    model, tokenizer = loaded
+    kept = model.new_cache()
+    halfbyte.generate(model, tokenizer, [5, 6, 7], max_tokens=4, prompt_cache=kept)
+    assert kept.lengths == [6]
+    more = list(halfbyte.stream_generate(model, tokenizer, [greedy(4)[-1], 8, 9], max_tokens=3, prompt_cache=kept))
+    assert [one.token for one in more] == greedy(3, (5, 6, 7, *greedy(4), 8, 9))
+
+
+def test_the_hooks_of_mlx_lm(loaded):
+    model, tokenizer = loaded
+    seen = []
+
+    def ban(ids, scores):
+        seen.append(ids.tolist())
+        scores = scores.clone()
+        scores[:, greedy(1)[0]] = -torch.inf
+        return scores
+
+    first = next(halfbyte.stream_generate(model, tokenizer, [5, 6, 7], logits_processors=[ban]))
+    assert first.token == int(logits(model, [5, 6, 7])[0][-1].topk(2).indices[1]) and seen == [[5, 6, 7]]
+    chosen = next(halfbyte.stream_generate(model, tokenizer, [5, 6, 7], sampler=lambda scores: scores.argmin(-1)))
+    assert chosen.token == int(logits(model, [5, 6, 7])[0][-1].argmin())
+
+
+def test_progress_of_a_prompt(loaded):
+    model, tokenizer = loaded
+    said = []
+    options = {"prefill_step_size": 16, "prompt_progress_callback": lambda done, total: said.append((done, total))}
+    next(halfbyte.stream_generate(model, tokenizer, [1] * 40, max_tokens=3, **options))
+    assert said == [(16, 40), (32, 40), (40, 40)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "said"),
+    [
+        ([], {}, "prompt is empty"),
+        ([512], {}, "from 0 to 511"),
+        ([1], {"max_tokens": 0}, "max_tokens must be 1 or more"),
+        ([1], {"temperature": float("nan")}, "temperature"),
+        ([1], {"temprature": 1.0}, "temprature"),
+        ([1] * 99999, {}, "context is"),
+    ],
+)
+def test_bad_requests_are_refused(loaded, prompt, options, said):
+    with pytest.raises(ValueError, match=said):
+        list(halfbyte.stream_generate(*loaded, prompt, **options))
+
+
+def test_requests_join_and_leave_at_every_step():
+    model = model_of(NAME)
+    engine = Engine(model, model.new_cache(2, 64, chunk=8))
+    first, second, third = (Request([5 + i, 6, 7], 6) for i in range(3))
+    engine.submit(first)
+    engine.step()
+    engine.submit(second)
+    engine.submit(third)
+    engine.step()
+    engine.cancel(first)
+    while engine.busy:
+        engine.step()
+    assert first.finish_reason == "cancelled" and len(first.made) == 2
+    assert second.made == greedy(6, (6, 6, 7)) and third.made == greedy(6, (7, 6, 7))
+    assert sorted(engine.free) == [0, 1]
+
+
+def test_a_cancelled_request_that_waits_never_runs():
+    model = model_of(NAME)
+    engine = Engine(model, model.new_cache(1, 64))
+    runs, waits = Request([1, 2], 2, SamplingParams()), Request([3, 4], 2)
+    engine.submit(runs)
+    engine.submit(waits)
+    engine.cancel(waits)
+    while engine.busy:
+        engine.step()
+    assert len(runs.made) == 2 and not waits.made
+
+
+IN_ANOTHER_PROCESS = """
+import sys, torch, halfbyte
+from halfbyte import cache_file
+model = halfbyte.load_model(sys.argv[1])
+kept, ids = cache_file.load(sys.argv[2], model)
+rows, _ = halfbyte.logits(model, [1, 2, 3], kept)
+torch.save(rows, sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe-4bit", "gemma4_e-4bit", "deepseek_v3-4bit"])
+def test_a_saved_state_goes_on_in_another_process(name, tmp_path):
+    model, ids = model_of(name), golden(name)["prompt"].tolist()
+    _, kept = logits(model, ids)
+    cache_file.save(tmp_path / "state", model, kept, ids)
+    straight, _ = logits(model, [1, 2, 3], kept)
+    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, FOLDER / name, tmp_path / "state", tmp_path / "rows"]
+    subprocess.run(command, check=True)
+    assert torch.equal(torch.load(tmp_path / "rows", weights_only=True), straight)
+
+
+class TestRow73:
+    """A prompt-cache file of another model, truncated, with NaN, or of a later version is refused."""
+
+    @pytest.fixture()
+    def saved(self, tmp_path):
+        model = model_of(NAME)
+        _, kept = logits(model, [1, 2, 3, 4])
+        cache_file.save(tmp_path / "state", model, kept, [1, 2, 3, 4])
+        return tmp_path / "state"
+
+    def refused(self, path, said, name=NAME):
+        with pytest.raises(CheckpointError, match=said):
+            cache_file.load(path, model_of(name))
+
+    def test_another_model(self, saved):
+        self.refused(saved, "another checkpoint", "qwen3_moe-4bit")
+
+    @pytest.mark.parametrize("keep", [0, 3, 100, -1])
+    def test_truncated(self, saved, keep):
+        data = saved.read_bytes()
+        saved.write_bytes(data[:keep])
+        self.refused(saved, "not a prompt cache")
+
+    def test_absent(self, tmp_path):
+        self.refused(tmp_path / "nothing", "no such prompt cache")
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            ({"version": "2"}, "version '2'"),
+            ({"ids": "[1, 2, 3]"}, "layer 3 needs k"),
+            ({"ids": "[1, 2, 3, 99999]"}, "ids are damaged"),
+            ({"ids": "{"}, "not a prompt cache"),
+        ],
+    )
+    def test_metadata(self, saved, change, said):
+        from safetensors import safe_open
+        from safetensors.torch import load_file, save_file
+
+        with safe_open(saved, "pt") as file:
+            metadata = file.metadata()
+        save_file(load_file(saved), saved, {**metadata, **change})
+        self.refused(saved, said)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_not_finite(self, saved, value):
+        from safetensors import safe_open
+        from safetensors.torch import load_file, save_file
+
+        with safe_open(saved, "pt") as file:
+            metadata = file.metadata()
+        tensors = load_file(saved)
+        tensors["layers.0.state"].view(-1)[3] = value
+        save_file(tensors, saved, metadata)
+        self.refused(saved, "NaN or infinite")
+
+    def test_a_disk_that_is_full_leaves_the_old_file(self, saved, monkeypatch):
+        before = saved.read_bytes()
+
+        def full(descriptor):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("os.fsync", full)
+        model = model_of(NAME)
+        _, kept = logits(model, [9, 9])
+        with pytest.raises(StorageError, match="No space left"):
+            cache_file.save(saved, model, kept, [9, 9])
+        assert saved.read_bytes() == before and list(saved.parent.iterdir()) == [saved]

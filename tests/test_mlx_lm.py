@@ -1,0 +1,93 @@
+"""Side by side with mlx-lm: tiny models that it builds, quantises, saves and runs, loaded by us.
+
+In float32: mlx multiplies bfloat16 matrices inaccurately on a CPU.
+"""
+
+import copy
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+import torch
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm.utils import _get_classes, quantize_model, save_config, save_model
+from tiny_models import FORMATS, TINY
+
+from halfbyte.engine import logits
+from halfbyte.loading import load_model
+
+CLOSE = 2e-4  # of the logits' standard deviation
+IDS = [(7 * i * i + 3 * i + 5) % 130 for i in range(24)]
+
+
+def build(config, seed=0):
+    """A model of mlx-lm with every parameter drawn at random: no norm is 1, no bias 0."""
+    config = copy.deepcopy(config)
+    kind, arguments = _get_classes(config)
+    model = kind(arguments.from_dict(config))
+    draw = np.random.default_rng(seed)
+
+    def random(name, old):
+        values = draw.standard_normal(old.shape).astype(np.float32)
+        if "norm" in name or name.endswith(("scalar", "scale")):
+            return 1 + values / 5
+        if name.endswith(("A_log", "dt_bias")):
+            return values / 2
+        if name.endswith("e_score_correction_bias"):
+            return abs(values) / 2  # below 0, mlx-lm may choose an expert of a group that it has ruled out
+        return values * (old.shape[-1] if "conv1d" not in name else 2) ** -0.5 * 1.5
+
+    named = [(name, mx.array(random(name, old))) for name, old in tree_flatten(model.parameters())]
+    model.update(tree_unflatten(named))
+    return model, config
+
+
+def save(model, config, folder):
+    model.update(tree_map(lambda p: p.astype(mx.bfloat16) if p.dtype == mx.float32 else p, model.parameters()))
+    save_model(folder, model)
+    save_config(config, folder / "config.json")
+
+
+def mlx_logits(model, chunks):
+    model.update(tree_map(lambda p: p.astype(mx.float32) if p.dtype == mx.bfloat16 else p, model.parameters()))
+    made = model.make_cache() if hasattr(model, "make_cache") else None
+    if made is None:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        made = make_prompt_cache(model)
+    return torch.from_numpy(np.concatenate([np.array(model(mx.array([ids]), cache=made)[0]) for ids in chunks]))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", TINY)
+def test_what_mlx_lm_wrote_runs_the_same(name, form, tmp_path, monkeypatch):
+    mx.set_default_device(mx.cpu)
+    # Rows of an fp mode come out of mlx in bfloat16, which what follows would then be computed in.
+    looked_up = nn.QuantizedEmbedding.__call__
+    monkeypatch.setattr(nn.QuantizedEmbedding, "__call__", lambda self, x: looked_up(self, x).astype(mx.float32))
+    model, config = build(TINY[name])
+    model.update(tree_map(lambda p: p.astype(mx.bfloat16), model.parameters()))
+    if FORMATS[form] is not None:
+        bits, group, mode = FORMATS[form]
+        predicate = getattr(model, "quant_predicate", None)
+        model, config = quantize_model(model, config, group, bits, mode=mode, quant_predicate=grouped(predicate, group))
+    save(model, config, tmp_path)
+    wanted = mlx_logits(model, [IDS[:20], *([one] for one in IDS[20:])])
+    ours = load_model(tmp_path)
+    first, kept = logits(ours, IDS[:20])
+    got = torch.cat([first, *(logits(ours, [one], kept)[0] for one in IDS[20:])])
+    assert float((got - wanted).abs().max() / wanted.std()) < CLOSE
+    assert torch.equal(got.argmax(-1), wanted.argmax(-1))
+
+
+def grouped(predicate, group):
+    """The model's own predicate (routers in 8 bit), with groups that divide these tiny sizes."""
+    if predicate is None:
+        return None
+
+    def chosen(path, module):
+        answer = predicate(path, module)
+        return {**answer, "group_size": group} if isinstance(answer, dict) else answer
+
+    return chosen
