@@ -13,10 +13,11 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import cycle
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -80,12 +81,17 @@ class Round(NamedTuple):
 
 
 def bench(
-    cases: Iterable[Case], device: str, measure: Callable[[Case, Row], None], progress: Callable[[str], None]
+    cases: Iterable[Case],
+    device: str,
+    measure: Callable[[Case, Row], None],
+    progress: Callable[[str], None],
+    checked: Mapping[str, Row] = MappingProxyType({}),
 ) -> Iterator[Row]:
-    """A row for each case, as it finishes."""
+    """A row for each case, as it finishes; `checked` holds rows of cases that were checked before, by name."""
     for case in cases:
-        progress(f"checking {case}")
-        row = check(case, device)
+        if (row := checked.get(str(case))) is None:
+            progress(f"checking {case}")
+            row = check(case, device)
         if not row.wrong:
             progress(f"timing {case}")
             measure(case, row)

@@ -12,9 +12,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from . import __version__
+from .errors import HalfbyteError
+
+COMMANDS = ("generate", "info", "plan", "convert", "perplexity", "verify", "doctor")  # as files of commands/
 
 
 def ops(args: argparse.Namespace) -> int:
@@ -48,6 +52,10 @@ def bench_ops(args: argparse.Namespace) -> int:
     """
     from .cases import CASES
 
+    if not args.check and (args.only or args.part != (1, 1)):
+        args.parser.error("arguments --only and --part: go with --check")
+    if args.only == "goldens" and args.op:
+        args.parser.error("argument --op: golden vectors belong to no single op")
     if args.device == "cuda":
         import torch
 
@@ -62,37 +70,39 @@ def bench_ops(args: argparse.Namespace) -> int:
 
 def check_ops(args: argparse.Namespace, cases: list[Any]) -> int:
     """Every case, not only the serving ones, and every golden vector: prints what is wrong, times nothing."""
-    from .proof import cases as proved
-    from .proof import goldens
+    from .proof import default_processes, goldens, prove
 
-    start, results = time.perf_counter(), []
-    for kind, problems in (
-        ("cases in float32 and bfloat16", proved(cases, args.device, progress)),
-        ("golden files", goldens(args.device, progress) if args.op is None else ()),
-    ):
-        count = wrong = 0
-        for problem in problems:
-            count, wrong = count + 1, wrong + bool(problem)
-            if problem:
-                progress("")
-                print(problem, file=sys.stderr if args.json else sys.stdout, flush=True)
-        results.append({"checked": kind, "count": count, "wrong": wrong})
+    jobs = {"cases": cases, "goldens": goldens() if args.op is None else []}
+    part, parts = args.part
+    chosen = [job for kind, given in jobs.items() if args.only in (None, kind) for job in given][part - 1 :: parts]
+    start, processes = time.perf_counter(), args.processes or default_processes(args.device)
+    kinds = "cases in float32 and bfloat16", "golden files"
+    count, wrong = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
+    for job, problem in prove(chosen, args.device, processes, progress):
+        count[kinds[isinstance(job, str)]] += 1
+        wrong[kinds[isinstance(job, str)]] += bool(problem)
+        if problem:
+            progress("")
+            print(problem, file=sys.stderr if args.json else sys.stdout, flush=True)
     progress("")
     if args.json:
+        results = [{"checked": kind, "count": count[kind], "wrong": wrong[kind]} for kind in kinds]
         print(json.dumps({"device": args.device, "results": results}, indent=1))
     else:
-        said = ", ".join(f"{one['count']} {one['checked']}, {one['wrong']} wrong" for one in results)
+        said = ", ".join(f"{count[kind]} {kind}, {wrong[kind]} wrong" for kind in kinds)
         print(f"{args.device}: {said}; {time.perf_counter() - start:.0f} s")
-    return 1 if any(one["wrong"] for one in results) else 0
+    return 1 if any(wrong.values()) else 0
 
 
 def time_ops(args: argparse.Namespace, cases: list[Any]) -> int:
     from functools import partial
 
-    from . import bench, cuda
+    from . import bench, cuda, proof
     from .machine import ReadProbe, facts
 
+    checked: dict[str, bench.Row] = {}
     if args.device == "cuda":
+        checked = proof.rows(cases, "cuda", args.processes or proof.default_processes("cuda"), progress)
         machine, said, measure = cuda.facts(), cuda.header, cuda.measure
     else:
         probe = ReadProbe()
@@ -103,7 +113,7 @@ def time_ops(args: argparse.Namespace, cases: list[Any]) -> int:
         print(*said(machine), sep="\n", flush=True)
     width = max(len(str(case)) for case in cases)
     rows = []
-    for row in bench.bench(cases, args.device, measure, progress):
+    for row in bench.bench(cases, args.device, measure, progress, checked):
         rows.append(row)
         progress("")
         if not args.json:
@@ -129,15 +139,43 @@ def positive(text: str) -> float:
     return value
 
 
+def whole(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
+    return int(text)
+
+
+def part(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"must be one part of several, as 2/8, got {text}")
+    return int(number), int(of)
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="halfbyte", description="Quantised expert models on the machine you have.")
     top.add_argument("--version", action="version", version=f"halfbyte {__version__}")
     commands = top.add_subparsers(required=True, metavar="command", title="commands")
+    for name in COMMANDS:
+        module = import_module(f".commands.{name}", __package__)
+        added = _command(commands, name, module.run)
+        module.arguments(added)
+        added.add_argument("--device", choices=["cpu", "cuda", "mps"], help="where to run (default: the best there is)")
+        added.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the hub")
+        added.add_argument("--offline", action="store_true", help="fetch nothing")
+        added.add_argument("--json", action="store_true", help="print one JSON object")
     _command(commands, "ops", ops)
     kinds = commands.add_parser("bench", help="Measure this machine.").add_subparsers(required=True, metavar="what")
     timed = _command(kinds, "ops", bench_ops)
     timed.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (default: cpu)")
     timed.add_argument("--check", action="store_true", help="check every case and golden vector, time nothing")
+    timed.add_argument("--only", choices=["cases", "goldens"], help="check only these")
+    timed.add_argument(
+        "--part", type=part, default=(1, 1), metavar="N/OF", help="check only every OF-th, from the N-th"
+    )
+    timed.add_argument(
+        "--processes", type=whole, metavar="N", help="processes that check on a GPU (default: cores - 1)"
+    )
     timed.add_argument("--op", metavar="NAME", help="only this op (qmm), or only this case (as it is printed)")
     timed.add_argument("--json", action="store_true", help="print one JSON object: machine and rows")
     timed.add_argument("--seconds", type=positive, default=0.5, metavar="S", help="time for a case (default: 0.5)")
@@ -157,6 +195,10 @@ def main(argv: list[str] | None = None) -> int:
         status: int = args.run(args)
         sys.stdout.flush()
         return status
+    except HalfbyteError as error:
+        progress("")
+        print(f"halfbyte: {error}", file=sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:
         progress("")
         return 130

@@ -56,10 +56,11 @@ class Decoder:
         self.context = config.integer("max_position_embeddings", 1)
         self.embedding = Embedding(weights, "embed_tokens", self.vocabulary, H)
         self.norm = Norm(weights, "norm", H, eps)
-        tied = config.flag("tie_word_embeddings", default=tied)
-        self.head = self.embedding.project if tied else Linear(weights, "lm_head", self.vocabulary, H)
-        if tied:
+        self.tied = config.flag("tie_word_embeddings", default=tied)
+        self.head = self.embedding.project if self.tied else Linear(weights, "lm_head", self.vocabulary, H)
+        if self.tied:
             weights.skip("lm_head")
+        self.expert_count = self.experts_per_token = 0  # of a layer; a mixture says how many
         self.fingerprint = ""  # of the checkpoint, once it is loaded
         self.layers: list[Any] = []
 

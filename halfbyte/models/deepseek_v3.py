@@ -34,6 +34,8 @@ class DeepseekV3(Decoder):
         config.must_be("moe_layer_freq", 1)
         config.must_be("rope_interleave", True)
         super().__init__(config, weights, H, eps)
+        self.expert_count = config.integer("n_routed_experts", 1, limits.EXPERTS)
+        self.experts_per_token = config.integer("num_experts_per_tok", 1, self.expert_count)
         dense = config.integer("first_k_dense_replace", 0, limits.LAYERS, default=0)
         for index, here in enumerate(self.places(config, weights)):
             mixer = LatentAttention(config, here / "self_attn", H)

@@ -3,8 +3,6 @@ keys and values (E2B, E4B)."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from .. import limits
@@ -14,18 +12,13 @@ from ..config import Config
 from ..ops.experts import expert_mlp
 from ..ops.quant import embed
 from ..ops.routing import combine, route
-from ..ops.rowwise import glu, rms_norm, rms_norm_many, softcap
+from ..ops.rowwise import glu, rms_norm_many, softcap
 from ..step import Step
-from . import rotary
 from .decoder import Decoder
-from .layers import GatedMLP, Linear, Norm, attend
+from .gemma4_attention import FULL, SLIDING, GemmaAttention
+from .layers import GatedMLP, Linear, Norm
 
 ACTIVATION = "gelu_tanh"
-SLIDING, FULL = "sliding_attention", "full_attention"
-ROPE: dict[str, dict[str, Any]] = {
-    SLIDING: {"rope_theta": 1e4},
-    FULL: {"rope_theta": 1e6, "rope_type": "proportional", "partial_rotary_factor": 0.25},
-}
 
 
 class Gemma4(Decoder):
@@ -49,6 +42,9 @@ class Gemma4(Decoder):
             self.own_projection = Linear(weights, "per_layer_model_projection", total, self.H)
             # The projection is scaled by 1/sqrt(H) before this norm, which only its eps can tell.
             self.own_norm = Norm(weights, "per_layer_projection_norm", self.own_width, self.eps * self.H)
+        if config.flag("enable_moe_block", default=False):
+            self.expert_count = config.integer("num_experts", 1, limits.EXPERTS)
+            self.experts_per_token = config.integer("top_k_experts", 1, self.expert_count)
         for index, here in enumerate(self.places(config, weights)):
             reads = self.owner[index] != index
             self.layers.append(GemmaLayer(config, here, kinds[index], self.H, self.eps, self.own_width, reads))
@@ -149,52 +145,3 @@ class GemmaMixture:
     def __call__(self, for_router: Tensor, for_experts: Tensor) -> Tensor:
         ids, shares = route(self.router(for_router), self.k, per_expert_scale=self.shares)
         return self.after(combine(expert_mlp(for_experts, ids, self.experts, ACTIVATION), shares))
-
-
-class GemmaAttention:
-    """Queries and keys are normalised with weights, values without; the scale is 1.
-
-    Full layers have heads of another size, and may use their keys, before the norm, as values. A layer that `reads` has
-    no keys and values of its own.
-    """
-
-    def __init__(self, config: Config, weights: Weights, kind: str, H: int, eps: float, reads: bool) -> None:
-        full, self.reads, self.eps = kind == FULL, reads, eps
-        self.heads, self.D = config.integer("num_attention_heads", 1, 4096), config.integer("head_dim", 1, 512)
-        self.kv_heads = config.integer("num_key_value_heads", 1, 4096)
-        self.D = config.integer("global_head_dim", 1, 512, default=self.D) if full else self.D
-        keys_only = full and config.flag("attention_k_eq_v", default=False)
-        if keys_only:
-            self.kv_heads = config.integer("num_global_key_value_heads", 1, 4096, default=self.kv_heads)
-        self.window = None if full else config.integer("sliding_window", 1)
-        self.q, self.o = (
-            Linear(weights, "q_proj", self.heads * self.D, H),
-            Linear(weights, "o_proj", H, self.heads * self.D),
-        )
-        self.q_norm = Norm(weights, "q_norm", self.D, eps)
-        if reads:
-            for name in ("k_proj", "v_proj", "k_norm"):
-                weights.skip(name)
-        else:
-            self.k, self.k_norm = (
-                Linear(weights, "k_proj", self.kv_heads * self.D, H),
-                Norm(weights, "k_norm", self.D, eps),
-            )
-            self.v = None if keys_only else Linear(weights, "v_proj", self.kv_heads * self.D, H)
-        said = config.section("rope_parameters").section(kind) or Config(config.path, ROPE[kind])
-        self.rope = rotary.read(config, self.D, weights.device, settings=said)
-
-    @property
-    def kept(self) -> Kept:
-        row = (self.kv_heads, self.D)
-        return Kept(rows={"k": row, "v": row}, window=self.window)
-
-    def __call__(self, x: Tensor, step: Step, kept: dict[str, Tensor]) -> Tensor:
-        q = self.rope(self.q_norm(self.q(x).unflatten(-1, (self.heads, self.D))), step.positions)
-        k = v = None
-        if not self.reads:
-            raw = self.k(x).unflatten(-1, (self.kv_heads, self.D))
-            k = self.rope(self.k_norm(raw), step.positions)
-            v = raw if self.v is None else self.v(x).unflatten(-1, (self.kv_heads, self.D))
-            v = rms_norm(v, None, self.eps)
-        return self.o(attend(step, kept, q, k, v, scale=1.0, window=self.window).flatten(1))

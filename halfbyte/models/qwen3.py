@@ -21,6 +21,8 @@ class Qwen3(Decoder):
         super().__init__(config, weights, H, eps)
         turn = rotary.read(config, D, weights.device)
         mixture = config.model_type == "qwen3_moe"
+        if mixture:
+            self.expert_count, self.experts_per_token = expert_counts(config)
         dense = config.list_of("mlp_only_layers", int, default=[]) if mixture else []
         every = config.integer("decoder_sparse_step", 1, limits.LAYERS, default=1) if mixture else 1
         for index, here in enumerate(self.places(config, weights)):
@@ -32,12 +34,16 @@ class Qwen3(Decoder):
             self.layers.append(Layer(here, H, eps, mixer, mlp))
 
 
+def expert_counts(config: Config) -> tuple[int, int]:
+    E = config.integer("num_experts", 1, limits.EXPERTS)
+    return E, config.integer("num_experts_per_tok", 1, E)
+
+
 def softmax_mixture(
     config: Config, weights: Weights, H: int, *, renormalise: bool = False, shared: bool = False
 ) -> MixtureBlock:
     """Qwen's experts: softmax over all, the k largest, renormalised; beside them, perhaps, a gated shared expert."""
-    E = config.integer("num_experts", 1, limits.EXPERTS)
-    k = config.integer("num_experts_per_tok", 1, E)
+    E, k = expert_counts(config)
     inner = config.integer("moe_intermediate_size", 1, limits.HIDDEN)
     router = SoftmaxRouter(weights, H, E, k, config.flag("norm_topk_prob", default=renormalise))
     if not shared:

@@ -16,7 +16,7 @@ from ..step import Run, Step
 from . import rotary
 from .decoder import Decoder, Layer, Mixer
 from .layers import Attention, Block, DenseBlock, Linear, Norm
-from .qwen3 import softmax_mixture
+from .qwen3 import expert_counts, softmax_mixture
 
 QK_EPS = 1e-6  # added to the sum of squares of a query or key, not to their mean
 
@@ -32,6 +32,8 @@ class Qwen3_5(Decoder):
         super().__init__(config, weights, H, eps)
         turn = rotary.read(config, D, weights.device, partial=0.25)
         mixture = config.model_type != "qwen3_5" and config.integer("num_experts", 0, limits.EXPERTS) > 0
+        if mixture:
+            self.expert_count, self.experts_per_token = expert_counts(config)
         dense = config.list_of("mlp_only_layers", int, default=[])
         every = config.integer("decoder_sparse_step", 1, limits.LAYERS, default=1)
         for index, (kind, here) in enumerate(zip(self.kinds(config), self.places(config, weights), strict=True)):

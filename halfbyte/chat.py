@@ -1,0 +1,240 @@
+"""From messages to ids and from ids to text: the tokenizer, the chat template and the reply of a model folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from . import files, limits, strict_json
+from .errors import CheckpointError, shown
+from .text import template
+from .text.control import Controls, clean, each_string
+from .text.decoder import Decoder, detokenizer
+from .text.reply import Reply, Syntax, syntax
+from .text.template import TemplateError
+
+log = logging.getLogger(__name__)
+Messages = Sequence[Mapping[str, Any]]
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; templates read the first
+TAIL = 16  # ids at the end of a prompt that show whether it opens the reasoning
+
+
+class Tokenizer:
+    """The text side of a model folder. Everything that was read from it is here; nothing is read later."""
+
+    def __init__(
+        self,
+        tokens: tokenizers.Tokenizer,
+        named: Mapping[str, str],
+        templates: Mapping[str, str],
+        eos_ids: Iterable[int],
+        generation_config: Mapping[str, Any],
+        vocab_size: int,
+    ) -> None:
+        self.tokens, self.named, self.templates = tokens, dict(named), dict(templates)
+        self.eos_ids = frozenset(eos_ids)
+        self.generation_config = dict(generation_config)  # where sampling.py finds its defaults
+        self.vocab_size = vocab_size
+        self.syntax: Syntax = syntax(self.templates.get("default", "".join(self.templates.values())))
+        self.controls = Controls(tokens, self.templates.values(), self.syntax.markers)
+        self._detokenizer = detokenizer(tokens)
+        self._special = frozenset(id for id, token in tokens.get_added_tokens_decoder().items() if token.special)
+
+    @classmethod
+    def open(cls, folder: Path | str, vocab_rows: int | None = None) -> Tokenizer:
+        """The tokenizer of a model folder. `vocab_rows`: the rows of the model's embedding, which its ids must fit."""
+        folder = Path(folder)
+        tokens = _read_tokens(folder)
+        settings = _read_json(folder, "special_tokens_map.json") | _read_json(folder, "tokenizer_config.json")
+        named = {name: _content(settings[name]) for name in NAMED_TOKENS if settings.get(name) is not None}
+        generation = _generation_config(folder)
+        rows = _vocabulary(tokens)
+        if vocab_rows is not None and rows > vocab_rows:
+            raise CheckpointError(
+                f"{folder / 'tokenizer.json'}: it has ids up to {rows - 1}, but the model has {vocab_rows} embeddings. "
+                "The tokenizer is another model's: download the folder again."
+            )
+        eos_ids = _eos_ids(folder, generation, tokens, named.get("eos_token"), vocab_rows or rows)
+        return cls(tokens, named, template.find(folder, settings), eos_ids, generation, rows)
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.named.get("bos_token")
+
+    @property
+    def bos_id(self) -> int | None:
+        return self.tokens.token_to_id(self.bos_token) if self.bos_token is not None else None
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """The ids of a text, nothing added. Control tokens in it are text, or themselves where `special` says so."""
+        return self.controls.encode_trusted(clean(text)) if special else self.controls.encode_text(text)
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """A raw prompt as mlx-lm takes it: control tokens are meant, and one that opens a text is put before it."""
+        opened = self.bos_token is not None and text.startswith(self.bos_token)
+        ids: list[int] = self.tokens.encode(clean(text), add_special_tokens=not opened).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], special: bool = True) -> str:
+        """The text of ids, with special tokens or without them."""
+        text: str = self.tokens.decode(list(ids), skip_special_tokens=not special)
+        return text
+
+    def decoder(self, stop: str | Iterable[str] = (), special: bool = True) -> Decoder:
+        """What turns ids into text as they come; in the end it is what decode() gives."""
+        return Decoder(self._detokenizer(), stop, hidden=() if special else self._special)
+
+    def render(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_args: Any,
+    ) -> str:
+        """The text that the chat template makes of messages, byte for byte that of transformers."""
+        given = [each_string(message, clean) for message in _normal(messages)]
+        more = each_string({"tools": tools, **template_args}, clean)
+        return self._render(given, more, add_generation_prompt)
+
+    def chat_ids(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_args: Any,
+    ) -> list[int]:
+        """The ids of a conversation. Control tokens are those the template writes; in messages they are text."""
+        guard, own = self.controls.guard, self.controls.guard_assistant
+        given = [each_string(one, own if one["role"] == "assistant" else guard) for one in _normal(messages)]
+        more = each_string({"tools": tools, **template_args}, guard)
+        return self.controls.encode_marked(self._render(given, more, add_generation_prompt))
+
+    def apply_chat_template(
+        self, conversation: Messages, add_generation_prompt: bool = True, tokenize: bool = True, **kwargs: Any
+    ) -> list[int] | str:
+        """chat_ids or render, under the name that mlx-lm's scripts call."""
+        make = self.chat_ids if tokenize else self.render
+        return make(conversation, add_generation_prompt=add_generation_prompt, **kwargs)
+
+    def reply(self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
+        """What takes the reply to a prompt apart, into reasoning, text and, where tools were offered, calls."""
+        opening = self.syntax.think[0]
+        tail = self.decode(prompt_ids[-TAIL:]).rstrip()
+        return Reply(self.syntax, tools, thinking=bool(opening) and tail.endswith(opening))
+
+    def _render(self, messages: list[Any], more: Mapping[str, Any], add_generation_prompt: bool) -> str:
+        named = "tool_use" if more.get("tools") and "tool_use" in self.templates else "default"
+        if named not in self.templates:
+            there = f"only {', '.join(sorted(self.templates))}" if self.templates else "none"
+            raise TemplateError(
+                f"The model folder has no default chat template ({there}). It may be a base model: "
+                "give it a raw prompt, or add a chat_template.jinja."
+            )
+        conversation = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        return template.render(self.templates[named], {"documents": None, **self.named, **more, **conversation})
+
+
+def _normal(messages: Messages) -> list[dict[str, Any]]:
+    """Messages as templates expect them: reasoning under its name, text parts joined, arguments as objects."""
+    if isinstance(messages, str | Mapping) or not messages:
+        raise TemplateError("The messages must be a list of at least one {'role': ..., 'content': ...}.")
+    normal = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise TemplateError(f"messages[{index}]: an object with a role was expected, it is {shown(message)}.")
+        one = dict(message)
+        reasoning = next((one[name] for name in REASONING if one.get(name) is not None), None)
+        if reasoning is not None:
+            one = {"thinking": reasoning, **one, "reasoning_content": reasoning}
+        if isinstance(one.get("content"), list | tuple):
+            one["content"] = _joined(one["content"], index)
+        if isinstance(one.get("tool_calls"), list | tuple):
+            one["tool_calls"] = [_call(call) for call in one["tool_calls"]]
+        normal.append(one)
+    return normal
+
+
+def _joined(parts: Iterable[Any], index: int) -> str:
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    joined = [text for text in texts if isinstance(text, str)]
+    if len(joined) < len(texts):
+        raise TemplateError(f"messages[{index}]: only parts of text are taken.")
+    return "".join(joined)
+
+
+def _call(call: Any) -> Any:
+    """OpenAI's clients send arguments as a string of JSON; templates read an object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
+    path = files.find(folder, "tokenizer.json")
+    data = files.read_small(path, limits.TOKENIZER_BYTES)
+    try:
+        tokens = tokenizers.Tokenizer.from_buffer(data)
+        tokens.no_truncation()
+        tokens.no_padding()
+        tokens.encode("a")  # a tokenizer that cannot read is found out here
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # also the PanicException of its Rust code, which is no Exception
+        raise CheckpointError(f"{path}: not a tokenizer: {shown(str(error))}. Download the file again.") from None
+    return tokens
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    """An optional file's object."""
+    if not (folder / name).exists():
+        return {}
+    path = files.find(folder, name)
+    return strict_json.parse_object(files.read_small(path, limits.CONFIG_BYTES), str(path))
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    """It only holds defaults, so where it is broken the model still runs."""
+    try:
+        return _read_json(folder, "generation_config.json")
+    except CheckpointError as error:
+        log.warning("%s It is ignored.", error)
+        return {}
+
+
+def _content(token: Any) -> str:
+    """A token in tokenizer_config.json: a string, or an object with its properties."""
+    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token)
+
+
+def _vocabulary(tokens: tokenizers.Tokenizer) -> int:
+    """One more than the highest id: ids may have holes."""
+    return max(tokens.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def _eos_ids(
+    folder: Path, generation: Mapping[str, Any], tokens: tokenizers.Tokenizer, eos_token: str | None, rows: int
+) -> list[int]:
+    """The ids that end a reply: generation_config.json's, else config.json's, and the tokenizer's own."""
+    config = _read_json(folder, "config.json")
+    inner = config.get("text_config")
+    sources = [generation, config, *([inner] if isinstance(inner, dict) else [])]
+    given: Any = next((one["eos_token_id"] for one in sources if one.get("eos_token_id") is not None), [])
+    own = tokens.token_to_id(eos_token) if eos_token is not None else None
+    found = [*(given if isinstance(given, list) else [given]), *([own] if own is not None else [])]
+    good = [id for id in found if type(id) is int and 0 <= id < rows]
+    if bad := [id for id in found if id not in good]:
+        log.warning("%s: end-of-text ids that the model does not have are ignored: %s", folder, shown(bad))
+    if not good:
+        log.warning("%s: no end-of-text token is known: replies end by their length, or at a stop string", folder)
+    return good

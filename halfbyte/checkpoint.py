@@ -1,0 +1,146 @@
+"""An MLX checkpoint: a folder of config.json and safetensors, checked file by file, of which nothing is read yet."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from . import config as configs
+from . import files, limits, shards, strict_json
+from .config import Config
+from .errors import CheckpointError, shown
+from .names import canonical
+from .quantisation import Quantisation
+from .shards import Shard, State, Stored
+from .weights import Ledger, Weights
+
+__all__ = ["Checkpoint", "Weights", "open"]
+
+log = logging.getLogger(__name__)
+INDEX = "model.safetensors.index.json"
+NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    config: Config
+    quantisation: Quantisation
+    tensors: dict[str, Stored]  # by canonical name
+    states: dict[Path, State]
+    fingerprint: str  # of the config's bytes and of the shards' names, sizes and headers
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor or a module of this canonical name."""
+        inside = f"{name}."
+        at = bisect_left(self.ordered, inside)
+        return name in self.tensors or (at < len(self.ordered) and self.ordered[at].startswith(inside))
+
+    @cached_property
+    def ordered(self) -> list[str]:
+        return sorted(self.tensors)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(stored.size for stored in self.tensors.values())
+
+    def weights(self, device: torch.device | str = "meta") -> Weights:
+        """Weights to build a model from: a skeleton on "meta"; elsewhere each tensor is read when it is asked for."""
+        if self.quantisation.method is not None:
+            key, method = "quantization_config", shown(self.quantisation.method)
+            self.config.refuse(key, f"quant_method {method} is not MLX's. Convert the model: `halfbyte convert`")
+        return Weights(Ledger(self, torch.device(device)))
+
+
+def open(folder: Path | str, supported: set[str] | None = None) -> Checkpoint:
+    """Check the config and every shard's header. `supported` are the model types there are; None takes any."""
+    folder = Path(folder)
+    config = configs.read(folder, supported)
+    index = read_index(folder)
+    found = [shards.read(files.find(folder, name)) for name in shard_names(folder, index)]
+    tensors = joined(found)
+    check_index(folder, index, tensors)
+    states = {shard.path: shard.state for shard in found}
+    return Checkpoint(folder, config, Quantisation.read(config), tensors, states, fingerprint(config, found))
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Which shard holds which tensor, as the index says; empty where there is none."""
+    if not (folder / INDEX).exists():
+        return {}
+    path = files.find(folder, INDEX)
+    values = strict_json.parse_object(files.read_small(path, limits.INDEX_BYTES), str(path))
+    index = values.get("weight_map")
+    if not (isinstance(index, dict) and all(isinstance(file, str) for file in index.values())):
+        raise CheckpointError(f"{path}: weight_map: an object of file names was expected. {files.AGAIN}")
+    for file in set(index.values()):
+        if not files.plain(file) or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{path}: weight_map: {shown(file)} is no safetensors file of this folder. It is refused."
+            )
+    return index
+
+
+def shard_names(folder: Path, index: dict[str, str]) -> list[str]:
+    """The files to read: all that mlx-lm would (it ignores the index), and others that the index names."""
+    present = {path.name for path in folder.glob("model*.safetensors")}
+    present |= {name for name in set(index.values()) if (folder / name).exists()}
+    if not index:
+        for name in list(present):
+            if numbered := NUMBERED.fullmatch(name):
+                stem, _, count = numbered.groups()
+                first = f"{stem}-{{:05d}}-of-{count}.safetensors"
+                absent = [file for number in range(int(count)) if (file := first.format(number + 1)) not in present]
+                if absent:
+                    raise CheckpointError(f"{folder / absent[0]}: the shard is missing. {files.AGAIN}")
+    if not present and not index:
+        raise CheckpointError(f"{folder}: there is no model*.safetensors in it. Give the folder of an MLX checkpoint.")
+    return sorted(present)
+
+
+def joined(found: list[Shard]) -> dict[str, Stored]:
+    """All tensors by canonical name; two of one name are refused."""
+    tensors: dict[str, Stored] = {}
+    for stored in (stored for shard in found for stored in shard.tensors):
+        first = tensors.setdefault(canonical(stored.name), stored)
+        if first is not stored:
+            raise CheckpointError(
+                f"{stored.path}: tensor {shown(stored.name)} stands in {first.path.name} too, as {shown(first.name)}. "
+                "Remove the file that does not belong to this checkpoint."
+            )
+    return tensors
+
+
+def check_index(folder: Path, index: dict[str, str], tensors: dict[str, Stored]) -> None:
+    """Every tensor of the index must exist; that it is in another shard than the index says does no harm."""
+    elsewhere = 0
+    for name, file in index.items():
+        stored = tensors.get(canonical(name))
+        if stored is not None:
+            elsewhere += stored.path.name != file
+        elif (folder / file).exists():
+            raise CheckpointError(
+                f"{folder / file}: tensor {shown(name)} is missing, which the index puts there. {files.AGAIN}"
+            )
+        else:
+            raise CheckpointError(
+                f"{folder / file}: the shard is missing; the index puts {shown(name)} there. {files.AGAIN}"
+            )
+    if elsewhere:
+        log.info("%s: %d tensors are in other shards than the index says", folder, elsewhere)
+
+
+def fingerprint(config: Config, found: list[Shard]) -> str:
+    digest = hashlib.sha256(config.digest)
+    for shard in found:
+        digest.update(f"{shard.path.name}\0{shard.state.size}\0".encode())
+        digest.update(shard.digest)
+    return digest.hexdigest()

@@ -1,0 +1,55 @@
+"""`halfbyte convert`: a Hugging Face or MLX checkpoint, quantised or to another precision."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..errors import size
+from .terminal import bar, show
+
+RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="folder of a checkpoint, or owner/name on the hub")
+    parser.add_argument("target", metavar="DST", type=Path, help="folder to make")
+    parser.add_argument("-q", "--quantize", action="store_true", help="quantise the matrices")
+    parser.add_argument("--q-bits", type=int, metavar="N", help="2, 3, 4, 5, 6 or 8 (default: the mode's)")
+    parser.add_argument("--q-group-size", type=int, metavar="N", help="32, 64 or 128 (default: the mode's)")
+    parser.add_argument("--q-mode", choices=["affine", "mxfp4", "nvfp4", "mxfp8"], default="affine")
+    parser.add_argument("--quant-predicate", choices=RECIPES, help="more bits where they matter most")
+    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], help="of all that is not codes")
+    parser.add_argument("-d", "--dequantize", action="store_true", help="dense again")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert a checkpoint to MLX's format. The result appears whole or not at all; mlx-lm loads it too."""
+    from .. import hub
+    from ..convert import convert
+    from ..errors import HalfbyteError
+
+    source = hub.locate(args.source, revision=args.revision, offline=args.offline)
+    try:
+        plan = convert(
+            source, args.target, args.quantize, args.q_bits, args.q_group_size, args.q_mode, args.quant_predicate,
+            args.dtype, args.dequantize, args.dry_run, bar("writing"),
+        )  # fmt: skip
+    except HalfbyteError:
+        raise
+    except ValueError as error:  # options that exclude each other, a target that may not be written
+        args.parser.error(str(error))
+    rows = [
+        ("from", f"{source}, {size(plan.bytes_before)}"),
+        ("to", f"{args.target}, {size(plan.bytes_after)}{' (not written)' if args.dry_run else ''}"),
+        ("bits", f"{plan.bits_per_weight:.3f} a weight"),
+        *((form, f"{count} tensors") for form, count in plan.forms.items()),
+    ]
+    values = {
+        "source": str(source), "target": str(args.target), "written": not args.dry_run,
+        "bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after, "bits_per_weight": plan.bits_per_weight,
+        "forms": plan.forms,
+    }  # fmt: skip
+    show(values, rows, args.json)
+    return 0

@@ -1,0 +1,90 @@
+"""`halfbyte doctor`: what this machine has, what would be used, and why."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from importlib import metadata
+from typing import Any
+
+from ..errors import size
+from .terminal import show
+
+PACKAGES = ("torch", "numpy", "numba", "triton", "safetensors", "tokenizers", "jinja2", "huggingface_hub")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def run(args: argparse.Namespace) -> int:
+    """Say what this machine has, which device and kernels would be used, and why not the others."""
+    import torch
+
+    from .. import __version__, machine, memory
+    from ..listing import ops
+    from ..loading import pick_device
+    from ..ops.dispatch import LANGUAGE_OF
+
+    chosen = pick_device(None)
+    devices = {name: state() for name, state in (("cuda", cuda), ("mps", mps), ("cpu", cpu))}
+    written = {name: sum(name in op.languages for op in ops()) for name in set(LANGUAGE_OF.values())}
+    language = LANGUAGE_OF[chosen.type]
+    values: dict[str, Any] = {
+        "halfbyte": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": {name: version(name) for name in PACKAGES},
+        "devices": devices,
+        "device": str(chosen),
+        "language": language,
+        "kernels": written[language],
+        "memory_available": {str(one): memory.available(one) for one in {chosen, torch.device("cpu")}},
+        "vectors": machine.vector_features(),
+        "threads": torch.get_num_threads(),
+    }
+    rows = [
+        ("halfbyte", f"{__version__}, Python {values['python']}, {values['system']}"),
+        ("packages", ", ".join(f"{name} {found or 'absent'}" for name, found in values["packages"].items())),
+        *((name, said) for name, said in devices.items()),
+        ("memory", ", ".join(f"{size(free)} free on {name}" for name, free in values["memory_available"].items())),
+        ("used", f"{chosen}, with {language} kernels for {written[language]} of {len(ops())} ops"),
+    ]
+    show(values, rows, args.json)
+    return 0
+
+
+def version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cuda() -> str:
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "no: this torch is built without CUDA; install one that is (pytorch.org says how)"
+    if not torch.cuda.is_available():
+        return "no: torch finds no GPU, or a driver older than its CUDA needs"
+    facts = torch.cuda.get_device_properties(0)
+    absent = "" if version("triton") else "; triton is absent, so ops run as torch"
+    return f"yes: {facts.name}, {size(facts.total_memory)}, compute {facts.major}.{facts.minor}{absent}"
+
+
+def mps() -> str:
+    import torch
+
+    if platform.system() != "Darwin":
+        return "no: not a Mac"
+    return "yes" if torch.backends.mps.is_available() else "no: macOS 12.3 and an Apple GPU are needed"
+
+
+def cpu() -> str:
+    import torch
+
+    from .. import machine
+
+    vectors = ", ".join(machine.vector_features()) or "no vectors"
+    return f"yes: {machine.cpu_name()}, {vectors}, {torch.get_num_threads()} threads"

@@ -1,0 +1,111 @@
+"""`halfbyte generate`: one prompt, one reply."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from .terminal import bar, counter
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="folder of an MLX checkpoint, or owner/name on the hub")
+    parser.add_argument("-p", "--prompt", required=True, help="the prompt; - reads it from standard input")
+    parser.add_argument("--system-prompt", help="put before the conversation")
+    parser.add_argument("-m", "--max-tokens", "-n", type=int, default=1024, help="of the reply (default: 1024)")
+    parser.add_argument("--ignore-chat-template", action="store_true", help="give the prompt to the model as it stands")
+    parser.add_argument(
+        "--chat-template-args", "--chat-template-config", metavar="JSON", help="e.g. an enable_thinking"
+    )
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the reply before this text")
+    parser.add_argument("--no-stream", action="store_true", help="print the reply when it is complete")
+    parser.add_argument("--prompt-cache-file", type=Path, metavar="FILE", help="go on from, and keep, the text's state")
+    parser.add_argument("--prefill-step-size", type=int, metavar="N", help="tokens of a prompt computed at a time")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
+    sampling(parser)
+
+
+def sampling(parser: argparse.ArgumentParser) -> None:
+    """What is not given comes from the model's generation_config.json."""
+    parser.add_argument("--temp", "--temperature", dest="temperature", type=float, help="0 takes the likeliest token")
+    parser.add_argument("--top-p", type=float, help="keep the likeliest tokens of this probability together")
+    parser.add_argument("--top-k", type=int, help="keep so many of the likeliest tokens; 0 keeps all")
+    parser.add_argument("--min-p", type=float, help="keep tokens at least this fraction as likely as the likeliest")
+    parser.add_argument("--repetition-penalty", type=float, help="above 1: make what was said less likely")
+    parser.add_argument("--presence-penalty", type=float)
+    parser.add_argument("--frequency-penalty", type=float)
+    parser.add_argument("--seed", type=int, help="the same seed draws the same reply")
+
+
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+)  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer one prompt. The reply goes to standard output; speed and memory go to standard error."""
+    from .. import cache_file
+    from ..generation import GenerationResponse, stream_generate
+    from ..loading import load
+    from ..sampling import SamplingParams
+
+    wishes = {name: getattr(args, name) for name in SAMPLING}
+    try:
+        SamplingParams.of(None, **wishes)
+        template_args = json.loads(args.chat_template_args or "{}")
+    except ValueError as error:
+        args.parser.error(str(error))
+    if not isinstance(template_args, dict):
+        args.parser.error("argument --chat-template-args: a JSON object was expected")
+    if args.max_tokens < 1:
+        args.parser.error("argument --max-tokens: must be 1 or more")
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    model, tokenizer = load(
+        args.model, args.device, args.dtype, revision=args.revision, offline=args.offline, progress=bar("loading")
+    )
+    if args.ignore_chat_template or not tokenizer.templates:
+        ids = tokenizer.prompt_ids(prompt)
+    else:
+        system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+        ids = tokenizer.chat_ids([*system, {"role": "user", "content": prompt}], **template_args)
+    options: dict[str, Any] = {"prompt_cache": None}
+    new = ids
+    if args.prompt_cache_file is not None and args.prompt_cache_file.exists():
+        options["prompt_cache"], held = cache_file.load(args.prompt_cache_file, model)
+        if held != ids[: len(held)] or len(held) >= len(ids):
+            args.parser.error(
+                f"argument --prompt-cache-file: {args.prompt_cache_file} holds the beginning of another text"
+            )
+        new = ids[len(held) :]
+    elif args.prompt_cache_file is not None:
+        options["prompt_cache"] = model.new_cache(1, len(ids), args.prefill_step_size)
+    text, made, last = "", [], None
+    for last in stream_generate(
+        model, tokenizer, new, args.max_tokens, stop=args.stop, prefill_step_size=args.prefill_step_size,
+        prompt_progress_callback=counter("tokens of the prompt"), **options, **wishes,
+    ):  # fmt: skip
+        text += last.text
+        made.append(last.token)
+        if not (args.no_stream or args.json):
+            print(last.text, end="", flush=True)
+    assert isinstance(last, GenerationResponse)
+    if args.prompt_cache_file is not None:
+        cache_file.save(args.prompt_cache_file, model, options["prompt_cache"], [*ids, *made[:-1]])
+    if args.json:
+        speed = {
+            "prompt_tokens": last.prompt_tokens, "prompt_tps": last.prompt_tps,
+            "generation_tokens": last.generation_tokens, "generation_tps": last.generation_tps,
+            "peak_memory": last.peak_memory,
+        }  # fmt: skip
+        print(json.dumps({"text": text, "tokens": made, "finish_reason": last.finish_reason, **speed}))
+        return 0
+    print(text if args.no_stream else "")
+    print(
+        f"prompt {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tok/s; reply {last.generation_tokens} tokens, "
+        f"{last.generation_tps:.1f} tok/s; peak memory {last.peak_memory:.2f} GB",
+        file=sys.stderr,
+    )
+    return 0

@@ -1,0 +1,61 @@
+"""`halfbyte perplexity`: how well a model predicts a text."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .terminal import bar, show
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="folder of an MLX checkpoint, or owner/name on the hub")
+    parser.add_argument("file", type=Path, help="a text file, UTF-8")
+    parser.add_argument(
+        "--kl", metavar="BASE", help="also compare with this model: divergence, and how often both agree"
+    )
+    parser.add_argument("--context", type=int, default=512, metavar="N", help="tokens of a window (default: 512)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure how well a model predicts a text; with --kl, how far it is from another model of the same vocabulary."""
+    from ..errors import CheckpointError
+    from ..loading import load
+    from ..quality import quality
+    from .terminal import counter
+
+    if args.context < 2:
+        args.parser.error("argument --context: must be 2 or more")
+    try:
+        text = args.file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        args.parser.error(f"argument FILE: {args.file}: {error}")
+
+    def loaded(name: str):  # type: ignore[no-untyped-def]
+        return load(
+            name, args.device, args.dtype, revision=args.revision, offline=args.offline, progress=bar(f"loading {name}")
+        )
+
+    model, tokenizer = loaded(args.model)
+    ids = tokenizer.encode(text)
+    if len(ids) < 2:
+        args.parser.error(f"argument FILE: {args.file} has {len(ids)} tokens, at least 2 are needed")
+    base = None
+    if args.kl is not None:
+        base, other = loaded(args.kl)
+        if other.encode(text) != ids or base.vocabulary != model.vocabulary:
+            raise CheckpointError(
+                f"{args.kl}: its tokens are others than those of {args.model}: they cannot be compared."
+            )
+    found = quality(model, ids, base, context=min(args.context, model.context), progress=counter("windows"))
+    rows = [
+        ("perplexity", f"{found.perplexity:.4f}"),
+        ("loss", f"{found.loss:.5f} ± {found.loss_error:.5f} nats a token, {found.tokens} tokens"),
+    ]
+    values = {"model": args.model, "tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
+    if found.kl is not None:
+        rows += [("divergence", f"{found.kl:.6f} nats a token"), ("same guess", f"{found.agreement:.2%}")]
+        values |= {"base": args.kl, "kl": found.kl, "agreement": found.agreement}
+    show(values, rows, args.json)
+    return 0

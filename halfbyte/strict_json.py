@@ -1,0 +1,83 @@
+"""JSON from files we did not write: no duplicate keys, bounded depth and numbers, and every error names the file."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from . import limits
+from .errors import CheckpointError, shown
+
+FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+
+
+def parse(data: bytes, where: str) -> Any:
+    """The value in `data`. Numbers may be non-finite: bare, as Python writes them, or {"__float__": "NaN"} (mlx)."""
+    try:
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer, parse_constant=FLOATS.__getitem__
+        )
+    except UnicodeDecodeError as error:
+        _refuse(where, f"it is not UTF-8 at byte {error.start}")
+    except RecursionError:
+        _refuse(where, f"it nests deeper than {limits.JSON_DEPTH}")
+    except json.JSONDecodeError as error:
+        _refuse(where, f"it is not JSON: {error.msg} at line {error.lineno}, column {error.colno}")
+    except _Rejected as error:
+        _refuse(where, str(error))
+    _bound_depth(value, where)
+    return value
+
+
+def parse_object(data: bytes, where: str) -> dict[str, Any]:
+    value = parse(data, where)
+    if not isinstance(value, dict):
+        _refuse(where, f"a JSON object was expected, it holds {_kind(value)}")
+    return value
+
+
+class _Rejected(ValueError):
+    pass
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Any:
+    if len(pairs) == 1 and pairs[0][0] == "__float__":
+        if pairs[0][1] not in FLOATS:
+            raise _Rejected(f'"__float__" must be one of {", ".join(FLOATS)}, it is {shown(pairs[0][1])}')
+        return FLOATS[pairs[0][1]]
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise _Rejected(f"the key {shown(twice)} stands in it twice")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > limits.INTEGER_DIGITS:
+        raise _Rejected(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def _bound_depth(value: Any, where: str) -> None:
+    level, depth = [value], 0
+    while level:
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        depth += 1
+        if depth > limits.JSON_DEPTH:
+            _refuse(where, f"it nests deeper than {limits.JSON_DEPTH}")
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _refuse(where: str, why: str) -> NoReturn:
+    raise CheckpointError(f"{where}: {why}. Download the file again.")

@@ -1,0 +1,1 @@
+"""Text around a model: templates, control tokens, ids to text, replies."""

@@ -1,0 +1,210 @@
+"""config.json: rows 22 to 25 of the fault plan, and how a model asks."""
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from halfbyte import config, limits
+from halfbyte.errors import CheckpointError
+
+SUPPORTED = ("toy", "other")
+
+
+def read(folder, text):
+    (folder / "config.json").write_text(text if isinstance(text, str) else json.dumps(text))
+    return config.read(folder, SUPPORTED)
+
+
+def settings(**values):
+    return config.from_dict({"model_type": "toy", **values}, Path("somewhere/config.json"))
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("hidden_size", "1000000000"),
+        ("num_hidden_layers", "1000000000000"),
+        ("num_hidden_layers", "1e12"),
+        ("num_experts", "1000000000"),
+        ("vocab_size", str(2**63)),
+        ("vocab_size", "-1"),
+        ("vocab_size", "0"),
+        ("hidden_size", "true"),
+        ("hidden_size", '"64"'),
+        ("hidden_size", '{"__float__": "Infinity"}'),
+        ("max_position_embeddings", "1e999"),
+    ],
+)
+def test_row_22_sizes_are_bounded(tmp_path, key, text):
+    found = read(tmp_path, f'{{"model_type": "toy", "{key}": {text}}}')
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key}: an integer from 1 to \d+ was expected, it is "):
+        found.size(key)
+
+
+@pytest.mark.parametrize(
+    "text", ["1e999", "-1e999", "NaN", "Infinity", '{"__float__": "NaN"}', '{"__float__": "-Infinity"}']
+)
+def test_row_22_numbers_are_finite(tmp_path, text):
+    found = read(tmp_path, f'{{"model_type": "toy", "rope_theta": {text}}}')
+    with pytest.raises(CheckpointError, match="rope_theta: a finite number was expected"):
+        found.number("rope_theta")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "a JSON object was expected, it holds a list"),
+        ("null", "it holds null"),
+        ("", "it is not JSON"),
+        ('{"a": 1, "a": 2}', "the key 'a' stands in it twice"),
+        ('{"a": {"b": 1, "b": 1}}', "the key 'b' stands in it twice"),
+        ('{"a": {"__float__": "one"}}', "must be one of Infinity"),
+        ('{"a": ' + "9" * 5000 + "}", "an integer of 5000 digits"),
+        ("[" * 200_000, "nests deeper"),
+        ("<!DOCTYPE html>", "this is an HTML page"),
+        ("version https://git-lfs.github.com/spec/v1", "this is a Git-LFS pointer"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_row_23_broken_files(tmp_path, text, said):
+    with pytest.raises(CheckpointError, match=r"config\.json: ") as caught:
+        read(tmp_path, text)
+    assert said in str(caught.value)
+
+
+def test_row_23_missing(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json: there is no such file"):
+        config.read(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        config.read(tmp_path / "nothing")
+
+
+def test_row_23_too_large(tmp_path):
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(50 << 20)
+    with pytest.raises(CheckpointError, match=r"it has 52\.4 MB, more than the 16\.8 MB such a file may have"):
+        config.read(tmp_path)
+
+
+def test_row_24_unknown_model_type(tmp_path):
+    with pytest.raises(CheckpointError, match="'mystery' is not supported; these are: other, toy"):
+        read(tmp_path, {"model_type": "mystery"})
+    with pytest.raises(CheckpointError, match="model_type: the key is missing"):
+        read(tmp_path, {})
+
+
+def test_row_24_missing_field(tmp_path):
+    found = read(tmp_path, {"model_type": "toy", "text_config": {"hidden_size": None}})
+    with pytest.raises(
+        CheckpointError, match=r"hidden_size: the key is missing; an integer from 1 to 131072 was expected"
+    ):
+        found.size("hidden_size")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_row_25_code_that_is_the_model_is_refused(tmp_path, nested):
+    code = {"model_file": "model.py"}
+    with pytest.raises(CheckpointError, match="model_file: it names Python code to run"):
+        read(tmp_path, {"model_type": "toy", **({"text_config": code} if nested else code)})
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_row_25_code_for_another_program_is_ignored_and_said(tmp_path, nested, caplog):
+    code = {"auto_map": {"AutoModel": "modeling_evil.Model"}}
+    (tmp_path / "modeling_evil.py").write_text("raise SystemExit")
+    with caplog.at_level("INFO", "halfbyte"):
+        read(tmp_path, {"model_type": "toy", **({"text_config": code} if nested else code)})
+    assert "auto_map names Python code, which is not run" in caplog.text
+
+
+def test_text_config_counts_as_the_top(tmp_path):
+    values = {
+        "model_type": "toy",
+        "hidden_size": 8,
+        "eos_token_id": [1, 2],
+        "text_config": {"model_type": "toy_text", "hidden_size": 64, "eos_token_id": None, "layers": "x"},
+    }
+    found = read(tmp_path, values)
+    assert (found.model_type, found.size("hidden_size"), found.token_ids("eos_token_id")) == ("toy", 64, [1, 2])
+    with pytest.raises(CheckpointError, match=r"text_config\.layers: an integer"):
+        found.size("layers")
+
+
+def test_types():
+    found = settings(n=3, x=0.5, on=True, name="silu", rows=[1, 2], words=["a"], nothing=None, rope={"theta": 1e4})
+    assert (found.integer("n"), found.number("x"), found.flag("on"), found.text("name")) == (3, 0.5, True, "silu")
+    assert isinstance(found.number("n"), float)
+    assert found.integers("rows") == (1, 2)
+    assert found.integers("absent", default=()) == ()
+    assert (found.list_of("rows", float), found.list_of("words", str, 1)) == ([1, 2], ["a"])
+    assert found.integer("nothing", default=7) == 7
+    assert found.number("absent", default=None) is None
+    assert found.section("rope").number("theta") == 1e4
+    assert not found.section("absent")
+    assert found.token_ids("n") == [3]
+    assert found.token_ids("absent") == []
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda c: c.integer("x", 1, 9), "x: an integer from 1 to 9 was expected, it is 0.5"),
+        (lambda c: c.number("x", 1, 2), "x: a finite number from 1 to 2 was expected, it is 0.5"),
+        (lambda c: c.number("on"), "on: a finite number was expected, it is True"),
+        (lambda c: c.flag("x"), "x: true or false was expected, it is 0.5"),
+        (lambda c: c.text("name", ("gelu", "relu")), "name: one of gelu, relu was expected, it is 'silu'"),
+        (lambda c: c.list_of("rows", str), "rows: a list of str was expected, it is [1, 2]"),
+        (lambda c: c.list_of("rows", int, 3), "rows: a list of 3 of int was expected, it is [1, 2]"),
+        (lambda c: c.list_of("flags", int), "flags: a list of int was expected, it is [True]"),
+        (lambda c: c.section("rope").integer("theta"), "rope.theta: an integer"),
+        (lambda c: c.section("x"), "x: an object was expected, it is 0.5"),
+        (lambda c: c.token_ids("x"), "x: token ids were expected, it is 0.5"),
+        (lambda c: c.token_ids("long"), "... (60000 characters)"),
+        (lambda c: c.refuse("x", "not today"), "x: not today"),
+        (lambda c: c.must_be("name", "gelu"), "name: only 'gelu' is implemented, it is 'silu'"),
+        (lambda c: c.must_be("on", (False, None)), "on: only False or None is implemented, it is True"),
+        (lambda c: c.must_be("one", True), "one: only True is implemented, it is 1"),
+        (lambda c: c.must_be("absent", False, default=True), "absent: only False is implemented, it is True"),
+    ],
+)
+def test_errors_name_the_key(ask, said):
+    found = settings(
+        x=0.5, on=True, name="silu", rows=[1, 2], flags=[True], one=1, rope={"theta": 0.5}, long=["x"] * 12_000
+    )
+    with pytest.raises(CheckpointError) as caught:
+        ask(found)
+    assert str(caught.value).startswith(f"{Path('somewhere/config.json')}: ")
+    assert said in str(caught.value)
+
+
+def test_must_be_passes():
+    found = settings(name="silu", absent=None, one=1)
+    found.must_be("name", ("gelu", "silu"))
+    found.must_be("one", 1.0)
+    found.must_be("absent", False)
+    found.must_be("absent", False, default=False)
+
+
+def test_unread_keys_are_logged_once(caplog):
+    found = settings(hidden_size=1, use_cache=True, novelty=1, rope={"theta": 1.0, "twist": 2}, text_config={"deep": 1})
+    found.size("hidden_size")
+    found.section("rope").number("theta")
+    with caplog.at_level(logging.INFO):
+        found.log_unread()
+    assert [record.getMessage().split(": ", 2)[2] for record in caplog.records] == [
+        "novelty, rope.twist, text_config.deep"
+    ]
+
+
+def test_every_size_has_a_limit_a_model_can_reach():
+    assert set(limits.SIZES.values()) <= {
+        limits.LAYERS,
+        limits.EXPERTS,
+        limits.VOCABULARY,
+        limits.HIDDEN,
+        limits.CONTEXT,
+    }
+    assert all(math.log2(limit) < 31 for limit in limits.SIZES.values())
