@@ -89,7 +89,7 @@ class Cache:
             if self.lengths[slot] + len(ids) > self.capacity:
                 total = self.lengths[slot] + len(ids)
                 raise ValueError(f"slot {slot} would hold {total} tokens: this cache has room for {self.capacity}")
-        return plan(work, self.lengths, self.device, wanted)
+        return plan(work, self.lengths, self.device, self.dtype, wanted)
 
     def advance(self, work: Sequence[tuple[int, Sequence[int]]]) -> None:
         for slot, ids in work:

@@ -46,6 +46,10 @@ class Change:
     listed: dict[str, Any] | None = None  # what config.json says about it
 
     @property
+    def form(self) -> str:
+        return saving.KINDS[self.dtype] if self.format is None else described(self.format)
+
+    @property
     def copied(self) -> bool:
         """Whether the codes are in the wanted format already."""
         return self.format is not None and self.source.format == self.format
@@ -111,13 +115,22 @@ class Plan:
         return sum(math.prod(change.source.shape) for change in self.changes)
 
     @property
-    def size(self) -> int:
-        """Bytes of all tensors in the result."""
+    def bytes_before(self) -> int:
+        """Of all tensors of the source, left out or not."""
+        return self.original.size
+
+    @property
+    def bytes_after(self) -> int:
         return sum(change.size for change in self.changes)
 
     @property
     def bits_per_weight(self) -> float:
-        return self.size * 8 / self.parameters
+        return self.bytes_after * 8 / self.parameters
+
+    @property
+    def forms(self) -> dict[str, int]:
+        """How many weights have which form in the result."""
+        return dict(Counter(change.form for change in self.changes).most_common())
 
     @property
     def need(self) -> int:
@@ -128,21 +141,22 @@ class Plan:
 
     def lines(self) -> Iterator[str]:
         """For people: like modules of all layers in one line, then the sums."""
-        groups: dict[tuple[str, str, str], list[Change]] = {}
+        groups: dict[tuple[str, str], list[Change]] = {}
         for change in self.changes:
-            after = described(change.format) if change.format else saving.KINDS[change.dtype]
-            key = re.sub(r"\.\d+\.", ".*.", change.path), change.source.kind, after
+            path = re.sub(r"\.\d+\.", ".*.", change.path)
+            key = f"{path} {list(change.source.shape)}", f"{change.source.kind} -> {change.form}"
             groups.setdefault(key, []).append(change)
-        for (path, before, after), changes in groups.items():
+        for (what, becomes), changes in groups.items():
             many = f" x {len(changes)}" if len(changes) > 1 else ""
             sizes = f"{size(sum(one.source.size for one in changes))} -> {size(sum(one.size for one in changes))}"
-            yield f"{path} {list(changes[0].source.shape)}{many}: {before} -> {after}, {sizes}"
+            yield f"{what}{many}: {becomes}, {sizes}"
         for reason, count in self.original.left_out.items():
             yield f"left out: {count} tensors of {reason}"
         yield f"files copied: {', '.join(map(str, self.copies)) or 'none'}"
         yield (
-            f"{self.parameters:,} parameters, {size(self.original.size)} -> {size(self.size)} "
-            f"in {len(self.layout.files)} files, {self.bits_per_weight:.3f} bits per weight"
+            f"{self.parameters:,} parameters, {size(self.bytes_before)} -> {size(self.bytes_after)} "
+            f"in {len(self.layout.files)} files, {self.bits_per_weight:.3f} bits per weight; "
+            f"{size(self.need)} of disk space"
         )
 
 
@@ -151,8 +165,10 @@ def make(
 ) -> Plan:
     """Quantised to `general` where one is given, dense where that is asked for, else in the formats there are."""
     recipe = None if general is None else Recipe(general, original.family, original.layers, predicate)
-    usual = usual_format(original) if general is None and not dequantize else general
-    chosen = DTYPES.get(dtype or said_dtype(original.values))
+    present = usual_format(original)
+    usual = present if general is None and not dequantize else general
+    # What is quantised already keeps its scales as they are: its config may still name the dtype of its original.
+    chosen = DTYPES.get(dtype or (said_dtype(original.values) if present is None else ""))
     changes: list[Change] = []
 
     def add(source: Source) -> None:
@@ -178,12 +194,11 @@ def make(
 
 
 def usual_format(original: Original) -> Format | None:
-    """The format that a quantised source's config names for all, or that most of its modules have."""
-    said = {"mode": "affine", **original.quantisation.general}
-    if {"bits", "group_size"} <= said.keys():
-        return Format(said["bits"], said["group_size"], said["mode"])
+    """The format that a quantised source's config names for all, if any module has it; else the one that most have."""
     found = Counter(source.format for source in original.sources if source.format is not None)
-    return found.most_common(1)[0][0] if found else None
+    said = {"mode": "affine", **original.quantisation.general}
+    named = Format(said.get("bits", 0), said.get("group_size", 0), said["mode"])
+    return named if named in found else found.most_common(1)[0][0] if found else None
 
 
 def said_dtype(values: dict[str, Any]) -> str:

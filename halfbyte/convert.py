@@ -70,7 +70,7 @@ def asked_format(
     if isinstance(predicate, str) and mode != "affine":
         raise ValueError(f"convert: {predicate} mixes affine formats; q_mode cannot be {mode}")
     default_bits, default_group = DEFAULTS[mode]
-    format = Format(bits or default_bits, group or default_group, mode)
+    format = Format(default_bits if bits is None else bits, default_group if group is None else group, mode)
     require_format("convert", *format)
     return format
 
@@ -82,14 +82,14 @@ def run(plan: Plan, target: Path, progress: Progress | None = None) -> None:
             saving.copy_file(plan.original.folder / path, folder / path)
         saving.write_json(folder / "config.json", tagged(plan.config))
         saving.write_json(folder / checkpoints.INDEX, plan.layout.index(plan.parameters))
-        done = 0
+        done, total = 0, plan.bytes_after
         with saving.Writer(folder, plan.layout) as writer:
             for change in plan.changes:
                 for slot, row, rows in change.parts():
                     writer.write(slot, row, rows)
                     done += rows.nbytes
                     if progress is not None:
-                        progress(done, plan.size)
+                        progress(done, total)
         check(folder)
 
 

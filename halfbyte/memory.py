@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .errors import NotEnoughMemory, size
 
-LARGE = 4 << 20  # from here on memory of its own, in large pages: filling small ones costs as much as reading the file
+LARGE = 2 << 20  # from here on memory of its own, in large pages: filling small ones costs as much as reading the file
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -60,7 +60,9 @@ def allocate(count: int, device: torch.device) -> Tensor:
                 area.madvise(mmap.MADV_HUGEPAGE)
             return torch.frombuffer(area, dtype=torch.uint8)
         return torch.empty(count, dtype=torch.uint8, device=device)
-    except (OSError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError, and the CPU's has no name
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
         raise NotEnoughMemory(f"{device} has no {size(count)} left for a tensor. Use another device.") from error
 
 

@@ -63,7 +63,7 @@ def open(folder: Path | str) -> Original:
     checkpoints.check_index(folder, index, stored)
     quantisation, block = read_quantisation(config)
     raw = family.centred and any(name.endswith(CONVOLUTION) and one.shape[-1] != 1 for name, one in stored.items())
-    alike = as_mlx(stored, block, folder)
+    alike = as_mlx(stored, block)
     states = {shard.path: shard.state for shard in found}
     recorder = Recorder(Ledger(Checkpoint(folder, config, quantisation, alike, states, ""), torch.device("meta")))
     layers = len(MODELS[config.model_type](config, recorder).layers)
@@ -116,7 +116,7 @@ def read_quantisation(config: Config) -> tuple[Quantisation, tuple[int, int]]:
     return Quantisation(), block
 
 
-def as_mlx(stored: Mapping[str, Stored], block: tuple[int, int], folder: Path) -> dict[str, Stored]:
+def as_mlx(stored: Mapping[str, Stored], block: tuple[int, int]) -> dict[str, Stored]:
     """The tensors of any source in MLX's shapes and dtypes: convolutions turned round, fp8 with its scales."""
     alike: dict[str, Stored] = {}
     for name, one in stored.items():

@@ -1,8 +1,8 @@
 """Writing a checkpoint: beside its place, and then there at once. A kill leaves nothing, or everything.
 
-The folder that is being written is `.tmp-NAME`, next to the target and so on its file system. Whoever holds its lock
-owns it; the lock is on the folder itself, so it dies with its process and goes along when the folder is renamed. What a
-dead process has left is taken over by the next one that writes to the same target.
+The folder that is being written is `.tmp-halfbyte-NAME`, next to the target and so on its file system. Whoever holds
+its lock owns it; the lock is on the folder itself, so it dies with its process and goes along when the folder is
+renamed. What a dead process has left is taken over by the next one that writes to the same target.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .shards import DTYPES
 SHARD_BYTES = 5 << 30
 ALIGNMENT = 64  # of the data in a file, and of every tensor whose size is a multiple of it
 SPARE = 1 << 20  # bytes for what is written beside tensors and counted files: folders, blocks not filled
-ASIDE = ".tmp-"
+ASIDE = ".tmp-halfbyte-"
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
@@ -220,14 +220,14 @@ def own(folder: Path) -> int:
         try:
             with suppress(FileExistsError):
                 folder.mkdir()
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:  # its owner has just finished
             continue
         except OSError as error:
             raise ValueError(f"convert: {folder.parent} is not writable ({error.strerror}). Choose another.") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), os.stat(folder)):
+            if os.path.samestat(os.fstat(lock), os.lstat(folder)):
                 with storage(folder):
                     for path in folder.iterdir():
                         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -238,6 +238,9 @@ def own(folder: Path) -> int:
             os.close(lock)
             target = folder.with_name(folder.name.removeprefix(ASIDE))
             raise StorageError(f"{target}: another process is writing it. Wait for it, or choose another.") from None
+        except OSError as error:
+            os.close(lock)
+            raise StorageError(f"{folder}: {error.strerror or error}. Choose another place.") from None
         os.close(lock)
 
 

@@ -35,11 +35,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Step:
-    """ids, positions [T]: every token of the step. wanted: the tokens whose logits are asked for, None for all."""
+    """ids, positions [T]: every token of the step. wanted: the tokens whose logits are asked for, None for all.
+
+    dtype is that of the activations that projections take and give; what is added up from layer to layer is float32.
+    """
 
     ids: Tensor
     positions: Tensor
     runs: tuple[Run, ...]
+    dtype: torch.dtype
     wanted: Tensor | None = None
 
     def each_run(self, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -52,6 +56,7 @@ def plan(
     work: Sequence[tuple[int, Sequence[int]]],
     held: Sequence[int],
     device: torch.device | str,
+    dtype: torch.dtype,
     wanted: Wanted | Sequence[Wanted] = "last",
 ) -> Step:
     """A step for (slot, new ids) pairs, where slot s holds held[s] tokens so far.
@@ -81,7 +86,7 @@ def plan(
     spans = [range(firsts[i], firsts[i] + len(work[i][1])) for i in range(len(work))]
     rows = [row for span, wish in zip(spans, wishes, strict=True) for row in span[FIRST[wish] :]]
     chosen = None if rows == list(range(len(ids))) else _int32(rows, device)
-    return Step(_int32(ids, device), _int32(positions, device), tuple(runs), chosen)
+    return Step(_int32(ids, device), _int32(positions, device), tuple(runs), dtype, chosen)
 
 
 def _int32(values: Sequence[int], device: torch.device | str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any, NoReturn
 
 from . import limits
@@ -42,13 +43,12 @@ class _Rejected(ValueError):
 
 def _object(pairs: list[tuple[str, Any]]) -> Any:
     if len(pairs) == 1 and pairs[0][0] == "__float__":
-        if pairs[0][1] not in FLOATS:
+        if not isinstance(pairs[0][1], str) or pairs[0][1] not in FLOATS:
             raise _Rejected(f'"__float__" must be one of {", ".join(FLOATS)}, it is {shown(pairs[0][1])}')
         return FLOATS[pairs[0][1]]
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise _Rejected(f"the key {shown(twice)} stands in it twice")
     return found
 

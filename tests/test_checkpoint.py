@@ -9,7 +9,7 @@ import torch
 from checkpoint_files import E, H, I, Toy, V, load, parts, quantize, save, save_index, skeleton, tensors, weight
 from safetensors.torch import save_file
 
-from halfbyte import checkpoint, names
+from halfbyte import checkpoint, limits, names
 from halfbyte.errors import CheckpointError
 from halfbyte.ops.formats import Packed
 from halfbyte.ops.quant import dequantize
@@ -162,6 +162,14 @@ def test_row_17_an_override_must_agree(tmp_path, prefix, override, said):
     quantization = {"bits": 4, "group_size": 64, f"{prefix}layers.0.gate": override}
     save(tmp_path, config={**made.CONFIG, "quantization": quantization})
     refused(tmp_path, "'layers.0.gate': ", said)
+
+
+def test_row_17_an_override_without_a_mode_is_affine(tmp_path):
+    stored = tensors() | parts(GATE, quantize(weight(E, H), mode="mxfp8"))
+    del stored[f"{GATE}.biases"]
+    refused(save(tmp_path, stored), "its tensors have mode mxfp8, the config says 'affine' for it")
+    override = {"bits": 8, "group_size": 32, "mode": "mxfp8"}
+    assert load(save(tmp_path, stored, config=config(**{GATE: override}))).gate.mode == "mxfp8"
 
 
 def test_row_17_an_override_of_what_is_dense(tmp_path):
@@ -319,6 +327,12 @@ def test_row_20_no_shard_at_all(tmp_path):
 def test_row_20_broken_index(sharded, index):
     (sharded / checkpoint.INDEX).write_text(index)
     refused(sharded, checkpoint.INDEX)
+
+
+def test_row_20_too_large_an_index(sharded):
+    with (sharded / checkpoint.INDEX).open("wb") as file:
+        file.truncate(limits.INDEX_BYTES + 1)
+    refused(sharded, "it has 67.1 MB, more than the 67.1 MB such a file may have")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import small_tokenizers
-from test_models import FOLDER
+from model_goldens import FOLDER
 
 from halfbyte.cli import main
 

@@ -62,6 +62,7 @@ def test_row_22_numbers_are_finite(tmp_path, text):
         ('{"a": 1, "a": 2}', "the key 'a' stands in it twice"),
         ('{"a": {"b": 1, "b": 1}}', "the key 'b' stands in it twice"),
         ('{"a": {"__float__": "one"}}', "must be one of Infinity"),
+        ('{"a": {"__float__": []}}', "must be one of Infinity"),  # found by a fuzzer
         ('{"a": ' + "9" * 5000 + "}", "an integer of 5000 digits"),
         ("[" * 200_000, "nests deeper"),
         ("<!DOCTYPE html>", "this is an HTML page"),

@@ -168,13 +168,22 @@ def test_row_59_kill_at_calls_of_the_system(source, wanted, tmp_path, monkeypatc
 
 
 def test_row_59_leftovers_of_the_dead_are_reclaimed(source, wanted, tmp_path):
-    left = tmp_path / ".tmp-result"
+    left = tmp_path / ".tmp-halfbyte-result"
     (left / "additional_chat_templates").mkdir(parents=True)
     (left / "model-00001-of-00009.safetensors").write_bytes(b"half")
-    (tmp_path / ".tmp-other").mkdir()  # of another target, perhaps of another program
+    (tmp_path / ".tmp-halfbyte-other").mkdir()  # of another target, perhaps of another program
     convert(source, tmp_path / "result", dtype="float32")
     assert contents(tmp_path / "result") == wanted
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-other", "result"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-halfbyte-other", "result"]
+
+
+def test_row_59_a_link_in_their_place_is_not_followed(source, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("kept")
+    (tmp_path / ".tmp-halfbyte-result").symlink_to(tmp_path / "precious")
+    with pytest.raises(ValueError, match="is not writable"):
+        convert(source, tmp_path / "result")
+    assert contents(tmp_path / "precious") == {"file": b"kept"}
 
 
 def test_row_59_an_interrupt_leaves_nothing(source, tmp_path):

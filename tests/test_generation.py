@@ -8,7 +8,8 @@ from functools import cache
 import pytest
 import small_tokenizers
 import torch
-from test_models import FOLDER, golden, model_of
+from model_goldens import FOLDER, golden
+from test_models import model_of
 
 import halfbyte
 from halfbyte import cache_file

@@ -1,19 +1,14 @@
 """Whole models against mlx-lm's own logits; a token's logits are the same bits however it is computed."""
 
 from functools import cache
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from model_goldens import CLOSE, FOLDER, NAMES, golden, problem
 
 from halfbyte.engine import logits
 from halfbyte.loading import load_model
 from halfbyte.ops.dispatch import trace, using
-
-FOLDER = Path(__file__).parent / "data" / "models"
-NAMES = sorted(path.name for path in FOLDER.iterdir())
-CLOSE = 2e-4  # of the logits' standard deviation
 
 every_model = pytest.mark.parametrize("name", NAMES)
 
@@ -21,12 +16,6 @@ every_model = pytest.mark.parametrize("name", NAMES)
 @cache
 def model_of(name):
     return load_model(FOLDER / name)
-
-
-@cache
-def golden(name):
-    with np.load(FOLDER / name / "golden.npz") as file:
-        return {key: torch.from_numpy(file[key]) for key in file.files}
 
 
 def error(got, wanted):
@@ -47,6 +36,11 @@ def test_logits_are_those_of_mlx_lm(name, language):
             got, kept = logits(model, [int(token)], kept)
             assert error(got[-1], row) < CLOSE
     assert {entry.language for entry in entries} == {language}
+
+
+@every_model
+def test_16_bits_keep_what_is_clear(name):
+    assert problem(name, "cpu", "bfloat16") == ""
 
 
 @every_model

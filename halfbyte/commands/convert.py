@@ -44,12 +44,14 @@ def run(args: argparse.Namespace) -> int:
         ("from", f"{source}, {size(plan.bytes_before)}"),
         ("to", f"{args.target}, {size(plan.bytes_after)}{' (not written)' if args.dry_run else ''}"),
         ("bits", f"{plan.bits_per_weight:.3f} a weight"),
-        *((form, f"{count} tensors") for form, count in plan.forms.items()),
+        *((form, f"{count} weights") for form, count in plan.forms.items()),
     ]
     values = {
         "source": str(source), "target": str(args.target), "written": not args.dry_run,
         "bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after, "bits_per_weight": plan.bits_per_weight,
         "forms": plan.forms,
     }  # fmt: skip
+    if args.dry_run and not args.json:
+        print(*plan.lines(), sep="\n")
     show(values, rows, args.json)
     return 0

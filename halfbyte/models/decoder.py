@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from ..cache import Cache, Kept
 from ..checkpoint import Weights
 from ..config import Config
 from ..step import Step
-from .layers import Block, Embedding, Linear, Norm
+from .layers import Embedding, Linear, Norm
 
 
 class Mixer(Protocol):
@@ -33,18 +34,17 @@ class Layer:
         H: int,
         eps: float,
         mixer: Mixer,
-        mlp: Block,
+        mlp: Callable[[Tensor], Tensor],
     ) -> None:
         self.before = Norm(weights, "input_layernorm", H, eps)
         self.between = Norm(weights, "post_attention_layernorm", H, eps)
         self.mixer, self.mlp, self.kept = mixer, mlp, mixer.kept
 
-    def __call__(
-        self, h: Tensor, r: Tensor | None, step: Step, kept: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
-        x, h = self.before.after(h, r)
-        x, h = self.between.after(h, self.mixer(x, step, kept))
-        return self.mlp(x, h)
+    def __call__(self, h: Tensor, r: Tensor | None, step: Step, kept: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The stream h and what the layer before adds to it, to the same of this layer."""
+        x, h = self.before.after(h, r, step.dtype)
+        x, h = self.between.after(h, self.mixer(x, step, kept), step.dtype)
+        return h, self.mlp(x)
 
 
 class Decoder:
@@ -81,7 +81,7 @@ class Decoder:
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:
         """The logits [wanted, V] of a step, in the dtype of the activations. The cache takes in the step's tokens."""
-        h, r = self.embedding(step.ids, self.dtype), None
+        h, r = self.embedding(step.ids, torch.float32), None
         for layer, kept in zip(self.layers, cache.layers, strict=True):
             h, r = layer(h, r, step, kept)
         return self.logits(h, r, step)
@@ -89,4 +89,4 @@ class Decoder:
     def logits(self, h: Tensor, r: Tensor | None, step: Step) -> Tensor:
         if step.wanted is not None:
             h, r = h[step.wanted], None if r is None else r[step.wanted]
-        return self.head(self.norm.after(h, r)[0])
+        return self.head(self.norm.after(h, r, step.dtype)[0])

@@ -19,7 +19,7 @@ from ..ops.routing import route
 from ..step import Run, Step
 from . import rotary
 from .decoder import Decoder, Layer
-from .layers import Block, DenseBlock, Linear, MixtureBlock, Norm
+from .layers import GatedMLP, Linear, MixtureBlock, Norm
 
 INNER_EPS = 1e-6  # of the norms inside attention, whatever the config says
 
@@ -40,7 +40,9 @@ class DeepseekV3(Decoder):
         for index, here in enumerate(self.places(config, weights)):
             mixer = LatentAttention(config, here / "self_attn", H)
             if index < dense:
-                mlp: Block = DenseBlock(here / "mlp", H, config.integer("intermediate_size", 1, limits.HIDDEN * 8))
+                mlp: MixtureBlock | GatedMLP = GatedMLP(
+                    here / "mlp", H, config.integer("intermediate_size", 1, limits.HIDDEN * 8)
+                )
             else:
                 mlp = mixture(config, here / "mlp", H)
             self.layers.append(Layer(here, H, eps, mixer, mlp))

@@ -3,6 +3,7 @@ keys and values (E2B, E4B)."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import limits
@@ -65,7 +66,7 @@ class Gemma4(Decoder):
         return [layer.kept if self.owner[i] == i else Kept() for i, layer in enumerate(self.layers)]
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:
-        h = self.embedding(step.ids, self.dtype) * self.H**0.5
+        h = self.embedding(step.ids, torch.float32) * self.H**0.5
         own = self.own_inputs(step, h) if self.own_width else None
         for index, layer in enumerate(self.layers):
             h = layer(h, step, cache.layers[self.owner[index]], None if own is None else own[:, index])
@@ -74,10 +75,12 @@ class Gemma4(Decoder):
 
     def own_inputs(self, step: Step, h: Tensor) -> Tensor:
         """What every layer gets of its own: a row of a second table, and a projection of the embedding."""
-        rows = embed(step.ids, self.own_table, self.dtype) * self.own_width**0.5
+        rows = embed(step.ids, self.own_table, step.dtype) * self.own_width**0.5
         shape = (len(self.layers), self.own_width)
         return self.own_norm(
-            self.own_projection(h).unflatten(-1, shape), residual=rows.unflatten(-1, shape), scale=2**-0.5
+            self.own_projection(h.to(step.dtype)).unflatten(-1, shape),
+            residual=rows.unflatten(-1, shape),
+            scale=2**-0.5,
         )
 
 
@@ -111,20 +114,21 @@ class GemmaLayer:
         return self.attention.kept
 
     def __call__(self, h: Tensor, step: Step, kept: dict[str, Tensor], own: Tensor | None) -> Tensor:
-        r = self.after(self.attention(self.before(h), step, kept), residual=h)
-        last = None if self.own_width else self.scalar
+        stream = h.dtype  # wider than what the projections take and give
+        r = self.after(self.attention(self.before(h, step.dtype), step, kept), stream, residual=h)
+        last, narrow = None if self.own_width else self.scalar, r.to(step.dtype)
         if self.mixture is None:
-            h = self.after_mlp(self.mlp(self.before_mlp(r)), residual=r, scale=last)
+            h = self.after_mlp(self.mlp(self.before_mlp(narrow)), stream, residual=r, scale=last)
         else:
             for_mlp, for_router, for_experts = rms_norm_many(
-                r, [self.before_mlp.weight, self.mixture.router_scale, self.mixture.before.weight], self.before.eps
+                narrow, [self.before_mlp.weight, self.mixture.router_scale, self.mixture.before.weight], self.before.eps
             )
             dense = self.mixture.after_dense(self.mlp(for_mlp))
-            h = self.after_mlp(self.mixture(for_router, for_experts), add=dense, residual=r, scale=last)
+            h = self.after_mlp(self.mixture(for_router, for_experts), stream, add=dense, residual=r, scale=last)
         if own is None:
             return h
-        own = self.own_out(glu(self.own_gate(h), own, ACTIVATION))
-        return self.own_after(own, residual=h, scale=self.scalar)
+        own = self.own_out(glu(self.own_gate(h.to(step.dtype)), own, ACTIVATION))
+        return self.own_after(own, stream, residual=h, scale=self.scalar)
 
 
 class GemmaMixture:

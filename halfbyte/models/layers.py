@@ -1,7 +1,7 @@
 """The blocks models are built from. Each takes its weights by name when it is made, and calls ops when it is run.
 
-Tokens come flat, x [T, ...]; what looks into a request's past goes through the step's runs. A sum that the next norm
-can take in ("h, plus r once somebody normalises it") is passed on as the pair (h, r).
+Tokens come flat, x [T, ...]; what looks into a request's past goes through the step's runs. What a block adds to the
+stream h is left to the next norm, as the pair (h, r): one pass sums, keeps the sum in float32 and normalises it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from ..ops.routing import combine, route
 from ..ops.rowwise import glu, rms_norm
 from ..step import Run, Step
 from .rotary import Rope
-
-Block = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]  # (norm of h, h) -> the next pair
 
 
 class Linear:
@@ -54,16 +52,20 @@ class Norm:
     def __init__(self, weights: Weights, name: str, D: int, eps: float) -> None:
         self.weight, self.eps = weights.tensor(f"{name}.weight", D), eps
 
-    def __call__(self, x: Tensor, **more: Tensor | float | None) -> Tensor:
-        y: Tensor = rms_norm(x, self.weight, self.eps, **more)  # type: ignore[arg-type]
-        return y
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None, **more: Tensor | float | None) -> Tensor:
+        """In x's dtype, or rounded once to another."""
+        if dtype in (None, x.dtype):
+            y: Tensor = rms_norm(x, self.weight, self.eps, **more)  # type: ignore[arg-type]
+            return y
+        return rms_norm(x, self.weight, self.eps, extra_dtype=dtype, **more)[-1]  # type: ignore
 
-    def after(self, h: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm of h + r, h + r)"""
+    def after(self, h: Tensor, r: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(norm of h + r in dtype, h + r in h's)"""
         if r is None:
-            return self(h), h
-        y, h = rms_norm(r, self.weight, self.eps, add=h, return_sum=True)
-        return y, h
+            return self(h, dtype), h
+        extra = None if dtype == h.dtype else dtype
+        y, h, *copy = rms_norm(h, self.weight, self.eps, add=r, return_sum=True, extra_dtype=extra)
+        return copy[0] if copy else y, h
 
 
 class GatedMLP:
@@ -77,18 +79,8 @@ class GatedMLP:
         return self.down(glu(self.gate(x), self.up(x), self.activation))
 
 
-class DenseBlock:
-    """A gated network that leaves its sum to the next norm."""
-
-    def __init__(self, weights: Weights, H: int, I: int) -> None:  # noqa: E741
-        self.mlp = GatedMLP(weights, H, I)
-
-    def __call__(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor | None]:
-        return h, self.mlp(x)
-
-
 class MixtureBlock:
-    """h + sum of the chosen experts' outputs, weighted by the router, + the shared expert, gated or not."""
+    """The sum of the chosen experts' outputs, weighted by the router, + the shared expert, gated or not."""
 
     def __init__(
         self,
@@ -105,12 +97,12 @@ class MixtureBlock:
         self.shared = None if shared is None else GatedMLP(weights / shared[0], H, shared[1])
         self.shared_gate = None if shared_gate is None else Linear(weights, shared_gate, 1, H)
 
-    def __call__(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, x: Tensor) -> Tensor:
         ids, shares = self.router(x)
         y = expert_mlp(x, ids, self.experts)
         shared = None if self.shared is None else self.shared(x)
         gate = None if self.shared_gate is None else self.shared_gate(x).flatten()
-        return combine(y, shares, residual=h, shared=shared, shared_gate=gate), None
+        return combine(y, shares, shared=shared, shared_gate=gate)
 
 
 class SoftmaxRouter:

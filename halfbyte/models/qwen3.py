@@ -7,7 +7,7 @@ from ..checkpoint import Weights
 from ..config import Config
 from . import rotary
 from .decoder import Decoder, Layer
-from .layers import Attention, Block, DenseBlock, MixtureBlock, SoftmaxRouter
+from .layers import Attention, GatedMLP, MixtureBlock, SoftmaxRouter
 
 
 class Qwen3(Decoder):
@@ -28,9 +28,9 @@ class Qwen3(Decoder):
         for index, here in enumerate(self.places(config, weights)):
             mixer = Attention(here / "self_attn", H, heads, kv_heads, D, eps, turn)
             if mixture and index not in dense and (index + 1) % every == 0:
-                mlp: Block = softmax_mixture(config, here / "mlp", H)
+                mlp: MixtureBlock | GatedMLP = softmax_mixture(config, here / "mlp", H)
             else:
-                mlp = DenseBlock(here / "mlp", H, config.integer("intermediate_size", 1, limits.HIDDEN * 8))
+                mlp = GatedMLP(here / "mlp", H, config.integer("intermediate_size", 1, limits.HIDDEN * 8))
             self.layers.append(Layer(here, H, eps, mixer, mlp))
 
 

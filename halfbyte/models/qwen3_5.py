@@ -15,7 +15,7 @@ from ..ops.rowwise import rms_norm
 from ..step import Run, Step
 from . import rotary
 from .decoder import Decoder, Layer, Mixer
-from .layers import Attention, Block, DenseBlock, Linear, Norm
+from .layers import Attention, GatedMLP, Linear, MixtureBlock, Norm
 from .qwen3 import expert_counts, softmax_mixture
 
 QK_EPS = 1e-6  # added to the sum of squares of a query or key, not to their mean
@@ -42,9 +42,9 @@ class Qwen3_5(Decoder):
             else:
                 mixer = GatedDeltaNet(config, here / "linear_attn", H, eps)
             if mixture and index not in dense and (index + 1) % every == 0:
-                mlp: Block = softmax_mixture(config, here / "mlp", H, renormalise=True, shared=True)
+                mlp: MixtureBlock | GatedMLP = softmax_mixture(config, here / "mlp", H, renormalise=True, shared=True)
             else:
-                mlp = DenseBlock(here / "mlp", H, config.integer("intermediate_size", 1, limits.HIDDEN * 8))
+                mlp = GatedMLP(here / "mlp", H, config.integer("intermediate_size", 1, limits.HIDDEN * 8))
             self.layers.append(Layer(here, H, eps, mixer, mlp))
 
     @staticmethod
