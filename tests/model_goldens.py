@@ -56,6 +56,7 @@ def problem(name, device, dtype):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
-    device = parser.parse_args().device
-    wrong = [problem(name, device, dtype) for dtype in ("float32", "bfloat16") for name in NAMES]
+    parser.add_argument("--model", choices=NAMES, action="append", help="only this one (may be given several times)")
+    args = parser.parse_args()
+    wrong = [problem(name, args.device, dtype) for name in args.model or NAMES for dtype in ("float32", "bfloat16")]
     sys.exit(any(wrong))
