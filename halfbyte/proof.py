@@ -110,9 +110,13 @@ def shared(
     few = min(LARGE, large, processes - (large < len(jobs)))
     with workers(few) as for_large, workers(processes - few) as for_others:
         running = {(for_large if is_large(job) else for_others).submit(work, str(job), device): job for job in jobs}
-        for count, done in enumerate(as_completed(running), 1):
-            progress(f"checked {count} of {len(running)}: {running[done]}")
-            yield running[done], done
+        try:
+            for count, done in enumerate(as_completed(running), 1):
+                progress(f"checked {count} of {len(running)}: {running[done]}")
+                yield running[done], done
+        finally:
+            for future in running:  # an interrupt does not wait for what has not begun
+                future.cancel()
 
 
 def spread(jobs: Iterable[Job]) -> list[Job]:

@@ -28,7 +28,8 @@ from .spans import Span
 Progress = Callable[[int, int], None]
 BATCH = 8 << 20  # bytes of one read
 BUFFERS = 512  # memory views of one read; systems take 1024
-THREADS = 4
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+THREADS = min(4, CORES)  # half of a read is the CPU's: copying, and clearing new pages
 STAGING = THREADS * 2 * BATCH  # pinned bytes, for a device that is not the CPU
 
 
