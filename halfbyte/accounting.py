@@ -12,10 +12,10 @@ import torch
 
 from . import checkpoint as checkpoints
 from .cache import bytes_of
-from .checkpoint import Checkpoint
+from .checkpoint.folder import Checkpoint
+from .checkpoint.weights import Ledger
 from .models import MODELS
 from .models.decoder import Decoder
-from .weights import Ledger
 
 TABLES = ("embed_tokens.", "embed_tokens_per_layer.")
 

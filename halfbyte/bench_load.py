@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from . import checkpoint
+from .checkpoint.weights import Load, Weights
 from .errors import size
 from .memory import allocate
-from .weights import Load, Weights
 
 E, I, H = 64, 512, 2048  # noqa: E741
 SHAPES = {"gate_proj": (E, I, H), "up_proj": (E, I, H), "down_proj": (E, H, I)}

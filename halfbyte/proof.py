@@ -24,7 +24,7 @@ from .cases import CASES, Case
 from .ops.dispatch import LANGUAGE_OF
 
 TESTS = Path(__file__).parent.parent / "tests"
-LARGE = 5  # large cases at a time: the largest reference takes some 40 GB, the others up to 16
+LARGE = 5  # large cases at a time; by estimate the largest reference takes 40 GB, the others up to 16
 
 T = TypeVar("T")
 Job = Case | str  # a case, or the name of a golden vector's file

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from halfbyte import checkpoint
+from halfbyte.checkpoint.folder import INDEX
 from halfbyte.ops.quant import quantize
 
 H, I, E, V = 64, 32, 12, 16  # noqa: E741
@@ -70,7 +71,7 @@ def save(folder, stored=None, config=None, file="model.safetensors"):
 
 
 def save_index(folder, places):
-    (folder / checkpoint.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
 class Toy:

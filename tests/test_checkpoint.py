@@ -9,7 +9,9 @@ import torch
 from checkpoint_files import E, H, I, Toy, V, load, parts, quantize, save, save_index, skeleton, tensors, weight
 from safetensors.torch import save_file
 
-from halfbyte import checkpoint, limits, names
+from halfbyte import checkpoint, limits
+from halfbyte.checkpoint import names
+from halfbyte.checkpoint.folder import INDEX
 from halfbyte.errors import CheckpointError
 from halfbyte.ops.formats import Packed
 from halfbyte.ops.quant import dequantize
@@ -280,7 +282,7 @@ def sharded(tmp_path):
 
 def test_row_20_shards(sharded):
     assert same(load(sharded).gate, quantize(weight(E, H), 8, 32))
-    (sharded / checkpoint.INDEX).unlink()
+    (sharded / INDEX).unlink()
     assert same(load(sharded).gate, quantize(weight(E, H), 8, 32))
 
 
@@ -288,12 +290,12 @@ def test_row_20_shards(sharded):
 def test_row_20_missing_shard(sharded, indexed):
     (sharded / "model-00002-of-00002.safetensors").unlink()
     if not indexed:
-        (sharded / checkpoint.INDEX).unlink()
+        (sharded / INDEX).unlink()
     refused(sharded, "model-00002-of-00002.safetensors: the shard is missing")
 
 
 def test_row_20_a_wrong_index_does_no_harm_where_all_tensors_exist(sharded, caplog):
-    names_of = json.loads((sharded / checkpoint.INDEX).read_text())["weight_map"]
+    names_of = json.loads((sharded / INDEX).read_text())["weight_map"]
     name = sorted(names_of)[0]
     for wrong in (
         {key: file for key, file in names_of.items() if key != name},
@@ -307,7 +309,7 @@ def test_row_20_a_wrong_index_does_no_harm_where_all_tensors_exist(sharded, capl
 
 
 def test_row_20_a_tensor_that_only_the_index_has(sharded):
-    names_of = json.loads((sharded / checkpoint.INDEX).read_text())["weight_map"]
+    names_of = json.loads((sharded / INDEX).read_text())["weight_map"]
     save_index(sharded, {**names_of, "model.more": "model-00001-of-00002.safetensors"})
     refused(sharded, "model-00001-of-00002.safetensors: tensor 'model.more' is missing, which the index puts there")
 
@@ -325,12 +327,12 @@ def test_row_20_no_shard_at_all(tmp_path):
 
 @pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {"a": 1}}', '{"weight_map": []}'])
 def test_row_20_broken_index(sharded, index):
-    (sharded / checkpoint.INDEX).write_text(index)
-    refused(sharded, checkpoint.INDEX)
+    (sharded / INDEX).write_text(index)
+    refused(sharded, INDEX)
 
 
 def test_row_20_too_large_an_index(sharded):
-    with (sharded / checkpoint.INDEX).open("wb") as file:
+    with (sharded / INDEX).open("wb") as file:
         file.truncate(limits.INDEX_BYTES + 1)
     refused(sharded, "it has 67.1 MB, more than the 67.1 MB such a file may have")
 
@@ -343,7 +345,7 @@ def test_row_21_paths_in_the_index(sharded, file):
     refused(sharded, "is no safetensors file of this folder. It is refused")
 
 
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors", checkpoint.INDEX])
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", INDEX])
 def test_row_21_links_out_of_the_folder(tmp_path, file):
     folder = save(tmp_path / "model")
     save_index(folder, dict.fromkeys(tensors(), "model.safetensors"))

@@ -51,7 +51,7 @@ def test_info_reads_no_weights(ask, folder, monkeypatch):
     def read(*arguments):
         raise AssertionError("bytes of weights were read")
 
-    monkeypatch.setattr("halfbyte.weights.read", read)
+    monkeypatch.setattr("halfbyte.checkpoint.weights.read", read)
     assert ask("info", folder)[0] == 0
 
 

@@ -21,16 +21,16 @@ from mlx_lm.utils import load_model as mlx_load
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY
 
-from halfbyte import conversion, saving, shards
-from halfbyte.convert import convert
+from halfbyte.checkpoint import shards
+from halfbyte.checkpoint.quantisation import Format
+from halfbyte.convert import conversion, convert, saving
+from halfbyte.convert.hf_names import FAMILIES as HF_FAMILIES
+from halfbyte.convert.recipes import MIXED, Recipe
 from halfbyte.engine import logits
 from halfbyte.errors import CheckpointError
-from halfbyte.hf_names import FAMILIES as HF_FAMILIES
 from halfbyte.loading import load_model
 from halfbyte.models import MODELS
 from halfbyte.ops.quant import Packed, dequantize, quantize
-from halfbyte.quantisation import Format
-from halfbyte.recipes import MIXED, Recipe
 
 DATA = Path(__file__).parent / "data" / "models"
 CLOSE = 2e-4  # of the logits' standard deviation

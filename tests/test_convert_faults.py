@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_models import QWEN3
 
-from halfbyte import conversion, saving
-from halfbyte.convert import convert
+from halfbyte.convert import conversion, convert, saving
 from halfbyte.errors import StorageError
 from halfbyte.loading import load_model
 

@@ -14,7 +14,8 @@ import torch
 from checkpoint_files import H, load, save, skeleton, tensors
 from safetensors.torch import save_file
 
-from halfbyte import bench_load, checkpoint, descriptors, mapping, memory, reading
+from halfbyte import bench_load, checkpoint, memory
+from halfbyte.checkpoint import descriptors, mapping, reading
 from halfbyte.errors import CheckpointError, NotEnoughMemory, StorageError
 
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from halfbyte import limits, shards
+from halfbyte import limits
+from halfbyte.checkpoint import shards
 from halfbyte.errors import CheckpointError
 
 GOOD = {"a": made.entry(0, 4, [2], "BF16"), "b": made.entry(4, 12, [2, 1], "F32")}
@@ -61,7 +62,7 @@ def test_row_03_header_lengths_are_refused_before_memory_is_taken(tmp_path):
     code = """
 import resource, sys
 from pathlib import Path
-from halfbyte import shards
+from halfbyte.checkpoint import shards
 from halfbyte.errors import CheckpointError
 def pages(column): return int(Path("/proc/self/statm").read_text().split()[column])
 limit = pages(0) * resource.getpagesize() + (64 << 20)

@@ -32,14 +32,49 @@ BELOW = {
     "listing": set(),
     "machine": set(),
     "bench": {"ops", "cases", "check", "machine"},
+    "bench_load": {"checkpoint", "errors", "memory"},
     "cuda": {"ops", "cases", "check", "bench"},
     "proof": {"bench", "cases", "ops"},
-    "cli": {"ops", "cases", "listing", "machine", "bench", "cuda", "proof", "__init__"},
+    "errors": set(),
+    "limits": set(),
+    "strict_json": {"errors", "limits"},
+    "files": {"errors", "limits"},
+    "config": {"errors", "files", "limits", "strict_json"},
+    "memory": {"errors"},
+    "checkpoint": {"checkpoint", "config", "errors", "files", "limits", "memory", "ops", "strict_json"},
+    "step": set(),
+    "cache": {"step"},
+    "models": {"cache", "checkpoint", "config", "limits", "models", "ops", "step"},
+    "accounting": {"cache", "checkpoint", "models"},
+    "convert": {"checkpoint", "config", "convert", "errors", "files", "limits", "models", "ops", "strict_json"},
+    "text": {"errors", "files", "limits", "strict_json", "text"},
+    "chat": {"errors", "files", "limits", "strict_json", "text"},
+    "sampling": {"errors", "limits", "ops"},
+    "engine": {"cache", "models", "sampling", "step"},
+    "cache_file": {"cache", "errors", "models"},
+    "hub": {"errors"},
+    "loading": {"chat", "checkpoint", "hub", "models"},
+    "generation": {"cache", "chat", "engine", "memory", "models", "sampling"},
+    "quality": {"engine", "models"},
+    "commands": {
+        "__init__", "accounting", "cache_file", "checkpoint", "commands", "convert", "cuda", "errors", "generation",
+        "hub", "listing", "loading", "machine", "memory", "ops", "quality", "sampling",
+    },
+    "cli": {"ops", "cases", "listing", "machine", "bench", "cuda", "proof", "commands", "errors", "__init__"},
     "__main__": {"cli"},
-    "__init__": {"ops"},
-}
+    "__init__": {"engine", "generation", "loading", "ops"},
+}  # fmt: skip
 LANGUAGE_PACKAGES = {"numba": {"numba", "llvmlite"}, "triton": {"triton"}, "metal": set()}
-LIGHT = {"__init__", "__main__", "cli", "listing", "machine"}  # parts that load nothing heavy when they are imported
+LIGHT = {
+    "__init__",
+    "__main__",
+    "cli",
+    "commands",
+    "errors",
+    "limits",
+    "listing",
+    "machine",
+}  # parts that load nothing heavy when they are imported
 POSIX_ONLY = {"fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "posix", "syslog", "crypt", "readline"}
 LONGER = {}  # files outside kernels that may exceed 300 lines, with their limit
 

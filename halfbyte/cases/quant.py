@@ -136,6 +136,9 @@ def looking(
 
 CASES = [
     *every_width(),
+    product(45, 640, rows=(3,), weight=affine(2, 64), name="2bit"),
+    product(70, 320, rows=(2,), weight=affine(2, 32), name="2bit"),
+    product(21, 2240, rows=(1,), weight=affine(4, 64), name="4bit"),
     product(33, 96, rows=(2,), weight=small_float("mxfp4"), name="mxfp4"),
     product(209, 352, rows=(5,), weight=small_float("mxfp4"), name="mxfp4"),
     product(33, 80, rows=(5,), weight=small_float("nvfp4"), name="nvfp4"),

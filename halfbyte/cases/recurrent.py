@@ -65,12 +65,16 @@ def delta(
     form: str | None = None,
     slots: tuple[int, ...] | None = None,
     zeros: bool = False,
+    kept: bool = False,
     strided: bool = False,
     in_place: bool = True,
     serving: bool = False,
     only: str | None = None,
 ) -> Case:
-    """Keys of length 1 and decays near 1, as models have them; `zeros` puts decays of 0 and of 1e-30 among them."""
+    """Keys of length 1 and decays near 1, as models have them; `zeros` puts decays of 0 and of 1e-30 among them.
+
+    `kept` has decays so near 1 that a state outlives many chunks, and keys that repeat.
+    """
 
     def build(random: Random, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         make = random.strided if strided else random.normal
@@ -78,6 +82,8 @@ def delta(
         g, beta = torch.exp(-0.3 * make(B, L, Hv).abs()), torch.sigmoid(make(B, L, Hv))
         if zeros:
             g[:, 1::5], g[:, 3::7] = 0.0, 1e-30
+        if kept:
+            g, k = g**0.03, torch.where((torch.arange(L, device=k.device) % 3 == 0)[:, None, None], k[:, :1], k)
         state = make(B if serving else B + 2, Hv, Dv, Dk)
         kwargs = {"state": state, "form": form, "in_place": in_place}
         if slots is not None:
@@ -88,8 +94,8 @@ def delta(
         """Of the rule itself: S k, the outer product and S q of each token. The chunked form does more of them."""
         return 6.0 * B * L * Hv * Dv * Dk
 
-    said = [form or "", "slots" if slots else "", "zeros" if zeros else "", "strided" if strided else ""]
-    said += [] if in_place else ["copy"]
+    said = [form or "", "slots" if slots else "", "zeros" if zeros else "", "kept" if kept else ""]
+    said += ["strided" if strided else "", "" if in_place else "copy"]
     name = f"{B}x{L}x{Hk}.{Hv}x{Dk}.{Dv}" + "".join(f"-{s}" for s in said if s)
     return Case(gated_delta, name, build, serving, mutates=("state",), flops=flops if L > 1 else None, only=only)
 
@@ -121,6 +127,8 @@ CASES = [
     delta(2, 71, 1, 2, 20, 33, form="chunked", slots=(3, 0)),
     delta(1, 70, 1, 2, 32, 16, form="chunked", zeros=True),
     delta(1, 33, 2, 2, 16, 16, form="chunked", in_place=False),
+    delta(1, 150, 1, 3, 24, 40, form="chunked", kept=True),
+    delta(1, 90, 1, 1, 64, 20, form="chunked", kept=True, strided=True),
     delta(1, 9, 1, 2, 32, 16, form="sequential"),
     delta(1, 1, 16, 32, 128, 128, serving=True),
     delta(1, 128, 16, 32, 128, 128, serving=True),

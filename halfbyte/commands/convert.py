@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert a checkpoint to MLX's format. The result appears whole or not at all; mlx-lm loads it too."""
     from .. import hub
-    from ..convert import convert
+    from ..convert.converting import convert
     from ..errors import HalfbyteError
 
     source = hub.locate(args.source, revision=args.revision, offline=args.offline)

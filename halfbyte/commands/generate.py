@@ -47,9 +47,53 @@ SAMPLING = (
 
 def run(args: argparse.Namespace) -> int:
     """Answer one prompt. The reply goes to standard output; speed and memory go to standard error."""
+    wishes, template_args = checked(args)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+
     from .. import cache_file
     from ..generation import GenerationResponse, stream_generate
     from ..loading import load
+
+    model, tokenizer = load(
+        args.model, args.device, args.dtype, revision=args.revision, offline=args.offline, progress=bar("loading")
+    )
+    if args.ignore_chat_template or not tokenizer.templates:
+        ids = tokenizer.prompt_ids(prompt)
+    else:
+        system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+        ids = tokenizer.chat_ids([*system, {"role": "user", "content": prompt}], **template_args)
+    cache, held = kept_state(args, model, ids)
+    text, made, last = "", [], None
+    for last in stream_generate(
+        model, tokenizer, ids[held:], args.max_tokens, stop=args.stop, prefill_step_size=args.prefill_step_size,
+        prompt_cache=cache, prompt_progress_callback=counter("tokens of the prompt"), **wishes,
+    ):  # fmt: skip
+        text += last.text
+        made.append(last.token)
+        if not (args.no_stream or args.json):
+            print(last.text, end="", flush=True)
+    assert isinstance(last, GenerationResponse)
+    if cache is not None:
+        cache_file.save(args.prompt_cache_file, model, cache, [*ids, *made[:-1]])
+    speed = {
+        "prompt_tokens": last.prompt_tokens, "prompt_tps": last.prompt_tps,
+        "generation_tokens": last.generation_tokens, "generation_tps": last.generation_tps,
+        "peak_memory": last.peak_memory,
+    }  # fmt: skip
+    if args.json:
+        print(json.dumps({"text": text, "tokens": made, "finish_reason": last.finish_reason, **speed}))
+        return 0
+    print(text if args.no_stream else "")
+    print(
+        "prompt {prompt_tokens} tokens, {prompt_tps:.1f} tok/s; reply {generation_tokens} tokens, "
+        "{generation_tps:.1f} tok/s; peak memory {peak_memory:.2f} GB".format_map(speed),
+        file=sys.stderr,
+    )
+    return 0
+
+
+def checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was asked of sampling and of the template, refused before anything is loaded."""
     from ..sampling import SamplingParams
 
     wishes = {name: getattr(args, name) for name in SAMPLING}
@@ -62,50 +106,19 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error("argument --chat-template-args: a JSON object was expected")
     if args.max_tokens < 1:
         args.parser.error("argument --max-tokens: must be 1 or more")
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    model, tokenizer = load(
-        args.model, args.device, args.dtype, revision=args.revision, offline=args.offline, progress=bar("loading")
-    )
-    if args.ignore_chat_template or not tokenizer.templates:
-        ids = tokenizer.prompt_ids(prompt)
-    else:
-        system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
-        ids = tokenizer.chat_ids([*system, {"role": "user", "content": prompt}], **template_args)
-    options: dict[str, Any] = {"prompt_cache": None}
-    new = ids
-    if args.prompt_cache_file is not None and args.prompt_cache_file.exists():
-        options["prompt_cache"], held = cache_file.load(args.prompt_cache_file, model)
-        if held != ids[: len(held)] or len(held) >= len(ids):
-            args.parser.error(
-                f"argument --prompt-cache-file: {args.prompt_cache_file} holds the beginning of another text"
-            )
-        new = ids[len(held) :]
-    elif args.prompt_cache_file is not None:
-        options["prompt_cache"] = model.new_cache(1, len(ids), args.prefill_step_size)
-    text, made, last = "", [], None
-    for last in stream_generate(
-        model, tokenizer, new, args.max_tokens, stop=args.stop, prefill_step_size=args.prefill_step_size,
-        prompt_progress_callback=counter("tokens of the prompt"), **options, **wishes,
-    ):  # fmt: skip
-        text += last.text
-        made.append(last.token)
-        if not (args.no_stream or args.json):
-            print(last.text, end="", flush=True)
-    assert isinstance(last, GenerationResponse)
-    if args.prompt_cache_file is not None:
-        cache_file.save(args.prompt_cache_file, model, options["prompt_cache"], [*ids, *made[:-1]])
-    if args.json:
-        speed = {
-            "prompt_tokens": last.prompt_tokens, "prompt_tps": last.prompt_tps,
-            "generation_tokens": last.generation_tokens, "generation_tps": last.generation_tps,
-            "peak_memory": last.peak_memory,
-        }  # fmt: skip
-        print(json.dumps({"text": text, "tokens": made, "finish_reason": last.finish_reason, **speed}))
-        return 0
-    print(text if args.no_stream else "")
-    print(
-        f"prompt {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tok/s; reply {last.generation_tokens} tokens, "
-        f"{last.generation_tps:.1f} tok/s; peak memory {last.peak_memory:.2f} GB",
-        file=sys.stderr,
-    )
-    return 0
+    return wishes, template_args
+
+
+def kept_state(args: argparse.Namespace, model: Any, ids: list[int]) -> tuple[Any, int]:
+    """The cache to go on from, where a file for one is named, and how many of the ids it holds."""
+    from .. import cache_file
+
+    path = args.prompt_cache_file
+    if path is None:
+        return None, 0
+    if not path.exists():
+        return model.new_cache(1, len(ids), args.prefill_step_size), 0
+    cache, held = cache_file.load(path, model)
+    if held != ids[: len(held)] or len(held) >= len(ids):
+        args.parser.error(f"argument --prompt-cache-file: {path} holds the beginning of another text")
+    return cache, len(held)

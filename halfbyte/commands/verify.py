@@ -21,10 +21,11 @@ def run(args: argparse.Namespace) -> int:
     """Read a whole model: headers, names, shapes, finite values, and checksums where the hub's cache names them."""
     import torch
 
-    from .. import finite, hub
+    from .. import hub
     from ..accounting import skeleton
+    from ..checkpoint import finite
+    from ..checkpoint.reading import read
     from ..errors import CheckpointError
-    from ..reading import read
 
     folder = hub.locate(args.model, revision=args.revision, offline=args.offline)
     checkpoint, ledger, _ = skeleton(folder)

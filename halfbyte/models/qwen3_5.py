@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import limits
 from ..cache import Kept
-from ..checkpoint import Weights
+from ..checkpoint.folder import Weights
 from ..config import Config
 from ..ops.quant import Packed, qmm
 from ..ops.recurrent import causal_conv, delta_gates, gated_delta

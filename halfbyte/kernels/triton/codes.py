@@ -64,10 +64,10 @@ def chunk_words(words, rows, chunks, K, FORMAT: tl.constexpr):
     pitch = row_words(K, FORMAT)
     at = rows[None, :] * pitch + chunks[:, None] * BITS
     parts = ()
-    if FORMAT.wide == 4:
+    if FORMAT.wide == 4 and BITS % 4 == 0:
         for i in tl.static_range(BITS // 4):
             parts = parts + quarters(tl.load(words + (at[:, :, None] + (4 * i + tl.arange(0, 4)))))
-    elif FORMAT.wide == 2:
+    elif FORMAT.wide >= 2:
         for i in tl.static_range(BITS // 2):
             parts = parts + tl.split(tl.load(words + (at[:, :, None] + (2 * i + tl.arange(0, 2)))))
     elif FORMAT.wide == 1:

@@ -1,9 +1,9 @@
 """The gated delta rule: S = g S;  S = S + beta (v - S k) k^T;  o = S q, for float32 states [slots, Hv, Dv, Dk].
 
-Few tokens go one by one. A program keeps a few rows of one head's state in registers over all tokens of the call: one
-read and one write of the state, every load of the first token issued before anything waits, and those of token t + 1
-issued before token t is computed. A row is summed by one warp in one order, whatever the launch, so its bits do not
-depend on the batch or on how tokens are cut into calls.
+Few tokens, and float32 ones, go one by one. A program keeps a few rows of one head's state in registers over all tokens
+of the call: one read and one write of the state, every load of the first token issued before anything waits, and those
+of token t + 1 issued before token t is computed. A row is summed by one warp in one order, whatever the launch, so its
+bits do not depend on the batch or on how tokens are cut into calls.
 
 Many tokens go 64 at a time. With decay[t, i] = g[i + 1] ... g[t] and since[t] = g[0] ... g[t], the deltas U of a chunk
 solve (I + A) U = beta (v - since K S^T), where A[t, i] = beta[t] decay[t, i] k[t] . k[i] for i < t.
@@ -12,15 +12,16 @@ solve (I + A) U = beta (v - since K S^T), where A[t, i] = beta[t] decay[t, i] k[
     chunk_scan_kernel       chunk after chunk, S in registers: U, o and the next S, five products of matrices
 
 The scan is a chain, so all that does not depend on S is taken out of it; what is left is divided over heads and over
-columns of values. Outputs are formed in the scan: a launch of their own would have to write and read a state for each
-chunk, more bytes than everything else together.
+columns of values. A chunk takes its instructions and its waits, not its arithmetic: hence few, wide products. Outputs
+are formed in the scan: a launch of their own would have to write and read a state for each chunk, more bytes than
+everything else together.
 
-The state is float32, and so must be all that flows into it. For bfloat16 activations a float32 factor of the scan is
-the sum of two float16 terms, 22 bits and their signs: two products on tensor cores, or three where both factors are
-float32, are as good as float32 ones. float16 has few exponents, so factors are first divided by a power of two, their
-unit; the terms then reach 2^-39 of the largest number, so that a bound is as good as the largest. Sums are formed
-apart from S, because tensor cores cut digits off where they add. Outputs are rounded to bfloat16, for which one term
-will do. Other dtypes multiply in IEEE float32.
+The state is float32, and so must be all that flows into it. A float32 factor of the scan is the sum of two float16
+terms, 22 bits and their signs, that lie side by side as neighbouring columns: one product on tensor cores has the
+products of both, and their sums are as good as float32 ones. (The inverse lies as 64 rows above 64 rows.) float16 has
+few exponents, so factors are first divided by a power of two, their unit; the terms then reach 2^-39 of the largest
+number, so that a bound is as good as the largest. Sums are formed apart from S, because tensor cores cut digits off
+where they add.
 """
 
 import triton
@@ -110,59 +111,21 @@ def halves(x):
 
 
 @triton.jit
+def pairs(x):
+    """x [M, N] as two float16 terms side by side: [M, 2 N], each number rounded and then what that lacks."""
+    high, low = halves(x)
+    return tl.reshape(tl.join(high, low), [x.shape[0], 2 * x.shape[1]])
+
+
+@triton.jit
+def pair_sums(x):
+    """[M, 2 N] to [M, N]: the sums of neighbours."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2)
+
+
+@triton.jit
 def largest_of(x):
-    return tl.max(tl.max(tl.abs(x), 1), 0)
-
-
-@triton.jit
-def quarters(x, HALF: tl.constexpr):
-    """The four blocks of a square matrix: upper left, lower left, upper right, lower right."""
-    left, right = tl.split(tl.permute(tl.reshape(x, [2, HALF, 2, HALF]), [1, 3, 0, 2]))
-    upper_left, lower_left = tl.split(left)
-    upper_right, lower_right = tl.split(right)
-    return upper_left, lower_left, upper_right, lower_right
-
-
-@triton.jit
-def lower_triangle(upper_left, lower_left, lower_right, HALF: tl.constexpr):
-    """The square matrix of three blocks, with zeros in its upper right."""
-    left = tl.join(upper_left, lower_left)
-    right = tl.join(tl.zeros_like(upper_left), lower_right)
-    return tl.reshape(tl.permute(tl.join(left, right), [2, 0, 3, 1]), [2 * HALF, 2 * HALF])
-
-
-@triton.jit
-def merge_inverses(upper_left, lower_left, lower_right, HALF: tl.constexpr):
-    """The inverse of a lower triangle, from the inverses of its two diagonal blocks and the block between them."""
-    between = tl.dot(lower_right, lower_left, input_precision="ieee")
-    between = tl.dot(between, upper_left, input_precision="ieee")
-    return lower_triangle(upper_left, -between, lower_right, HALF)
-
-
-@triton.jit
-def inverse(A, CHUNK: tl.constexpr):
-    """(I + A)^-1 for A [64, 64] below its diagonal: four blocks of 16 by substitution, side by side, then merged.
-
-    Substitution is stable where powers of A are not: equal keys make their entries binomial coefficients.
-    """
-    tl.static_assert(CHUNK == 64)
-    blocks = tl.reshape(A, [4, 16, 4, 16])
-    mine = tl.arange(0, 4)[:, None, None, None] == tl.arange(0, 4)[None, None, :, None]
-    D = tl.sum(tl.where(mine, blocks, 0.0), 2)
-    row = tl.arange(0, 16)[None, :, None]
-    X = tl.where(row == tl.arange(0, 16)[None, None, :], 1.0, tl.zeros_like(D))
-    for i in range(1, 16):
-        factors = tl.sum(tl.where(row == i, D, 0.0), 1)
-        X = tl.where(row == i, X - tl.sum(factors[:, :, None] * X, 1)[:, None, :], X)
-    even, odd = tl.split(tl.reshape(tl.permute(X, [1, 2, 0]), [16, 16, 2, 2]))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    upper, between, _, lower = quarters(A, 32)
-    _, upper_between, _, _ = quarters(upper, 16)
-    _, lower_between, _, _ = quarters(lower, 16)
-    upper = merge_inverses(first, upper_between, second, 16)
-    lower = merge_inverses(third, lower_between, fourth, 16)
-    return merge_inverses(upper, between, lower, 32)
+    return tl.max(tl.abs(x))
 
 
 @triton.jit
@@ -179,91 +142,189 @@ def load_rows(x, start, L, step, column_step, size, CHUNK: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def one_term(x, SPLIT: tl.constexpr):
-    """x as one float16 term and its unit, or as it is and 1."""
-    if SPLIT:
-        shrink, unit = unit_of(largest_of(x))
-        return (x * shrink).to(tl.float16), unit
-    else:
-        return x, 1.0
+def one_term(x):
+    """x as one float16 term, and its unit."""
+    shrink, unit = unit_of(largest_of(x))
+    return (x * shrink).to(tl.float16), unit
 
 
 @triton.jit
+def load_each(x, STEP: tl.constexpr, COUNT: tl.constexpr):
+    """What lies at x, x + STEP ...: COUNT tensors."""
+    loaded = ()
+    for n in tl.static_range(COUNT):
+        loaded += (tl.load(x + n * STEP),)
+    return loaded
+
+
+@triton.jit
+def invert_blocks(A, column, CHUNK: tl.constexpr):
+    """In place of each block of 16 on the diagonal of A its (I + A)^-1, by substitution. A lane has a column.
+
+    Substitution is stable where powers of A are not: equal keys make their entries binomial coefficients.
+    """
+    corner = A + column // 16 * (16 * CHUNK + 16)
+    place = column % 16
+    X = (tl.where(place == 0, 1.0, 0.0),)
+    for r in tl.static_range(1, 16):
+        x = tl.where(place == r, 1.0, 0.0)
+        for m in tl.static_range(r):
+            x -= tl.load(corner + (r * CHUNK + m)) * X[m]
+        X += (x,)
+    tl.debug_barrier()
+    for r in tl.static_range(16):
+        tl.store(corner + place + r * CHUNK, X[r])
+    tl.debug_barrier()
+
+
+@triton.jit
+def digits(x):
+    """float32 x as the sum of two numbers that tensor cores take as they are, of 11 digits; the larger first."""
+    high = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    return high, x - high
+
+
+@triton.jit
+def multiply_exactly(a, b, IEEE: tl.constexpr):
+    """The product of float32 matrices, as good as in float32: summed from three, the smallest first."""
+    if IEEE:
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        a_high, a_low = digits(a)
+        b_high, b_low = digits(b)
+        total = tl.dot(a_high, b_low, tl.dot(a_low, b_high, input_precision="tf32"), input_precision="tf32")
+        return tl.dot(a_high, b_high, total, input_precision="tf32")
+
+
+@triton.jit
+def merge_inverses(A, HEADS: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr, IEEE: tl.constexpr):
+    """In place: the inverses of pairs of blocks of SIZE on the diagonal, from the inverses of the two.
+
+    What lies between the two goes from B to -lower B upper; 16 columns of it are one product of a batch.
+    """
+    PAIRS: tl.constexpr = CHUNK // (2 * SIZE)
+    PARTS: tl.constexpr = SIZE // 16
+    part = tl.arange(0, HEADS * PAIRS * PARTS)[:, None, None]
+    row, column = tl.arange(0, SIZE)[None, :, None], tl.arange(0, SIZE)[None, None, :]
+    A += part // (PAIRS * PARTS) * (CHUNK * CHUNK) + part // PARTS % PAIRS * (2 * SIZE * (CHUNK + 1)) + row * CHUNK
+    wide, narrow = A + column, A + part % PARTS * 16 + tl.arange(0, 16)[None, None, :]
+    between = multiply_exactly(tl.load(wide + SIZE * CHUNK), tl.load(narrow), IEEE)
+    between = -multiply_exactly(tl.load(wide + SIZE * (CHUNK + 1)), between, IEEE)
+    tl.debug_barrier()
+    tl.store(narrow + SIZE * CHUNK, between)
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["L", "early"])
 def chunk_matrices_kernel(
-    q, k, g, beta, queries, keys, solve, mix, decays, scalars,
+    q, k, g, beta, queries, keys, products, triangles, solve, mix, decays, scalars,
     q_steps, k_steps, g_steps, beta_steps,
-    L, Hk,
-    GROUP: tl.constexpr, Dk: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    L, Hk, early,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, Dk: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    IEEE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk and one key head, for each of its value heads: what the scan needs and S does not change.
+    """Of one chunk and HEADS value heads of one key head: what the scan needs and S does not change.
 
     queries, keys: the chunk's, as one term      solve = (I + A)^-1 beta, as two terms      mix: decay q . k on and
-    below the diagonal, as one (all of them float32 where products are not split)      decays: since the start of the
-    chunk times the unit of the keys, then of the queries, and until its end      scalars: see load_scalars
+    below the diagonal, as one      decays: since the start of the chunk, and until its end      scalars: the whole
+    decay; the units of keys, queries and mix; how much larger than S and the values the products with keys may be, and
+    how much larger than these the products with the inverse
+
+    Matrices go through memory where the next step wants them in another order: `products` has k . k and q . k,
+    `triangles` is the memory of `solve` as float32, for A and then its inverse.
     """
-    chunk, kh, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    start, at = chunk * CHUNK, (b * tl.num_programs(0) + chunk) * Hk + kh
+    chunk, part, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    chunks, start, kh = tl.num_programs(0), tl.program_id(0) * CHUNK, part * HEADS // GROUP
+    if OVERLAP and early == 0:
+        gdc_wait()
     Q = load_rows(q + b * q_steps[0] + kh * q_steps[2], start, L, q_steps[1], q_steps[3], Dk, CHUNK, BLOCK_K)
     K = load_rows(k + b * k_steps[0] + kh * k_steps[2], start, L, k_steps[1], k_steps[3], Dk, CHUNK, BLOCK_K)
-    key_sums = tl.sum(tl.abs(K.to(tl.float32)), 1)
-    Q, query_unit = one_term(Q.to(tl.float32), SPLIT)
-    K, key_unit = one_term(K.to(tl.float32), SPLIT)
-    KK = tl.dot(K, tl.trans(K), input_precision="ieee") * (key_unit * key_unit)
-    QK = tl.dot(Q, tl.trans(K), input_precision="ieee") * (query_unit * key_unit)
+    K, key_unit = one_term(K.to(tl.float32))
+    KK = tl.dot(K, tl.trans(K)) * (key_unit * key_unit)
+    Q, query_unit = one_term(Q.to(tl.float32))
+    QK = tl.dot(Q, tl.trans(K))
     i = tl.arange(0, CHUNK)
-    t = start + i
-    tile = at * (CHUNK * BLOCK_K) + i[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    tl.store(queries + tile, Q)
-    tl.store(keys + tile, K)
     square = i[:, None] * CHUNK + i[None, :]
-    for j in range(GROUP):
-        h = kh * GROUP + j
-        gate = tl.load(g + b * g_steps[0] + t * g_steps[1] + h * g_steps[2], mask=t < L, other=1.0).to(tl.float32)
-        rate = tl.load(beta + b * beta_steps[0] + t * beta_steps[1] + h * beta_steps[2], mask=t < L, other=0.0)
-        rate = rate.to(tl.float32)
-        below = i[:, None] > i[None, :]
-        # Products over spans, never quotients of running products: those of tiny decays leave the range of a float.
-        decay = tl.associative_scan(tl.where(below, gate[:, None], 1.0), 0, multiply)
-        since = tl.associative_scan(gate, 0, multiply)
-        head = at * GROUP + j
-        mixed, mix_unit = one_term(tl.where(below | (i[:, None] == i[None, :]), decay * QK, 0.0), SPLIT)
-        tl.store(mix + head * (CHUNK * CHUNK) + square, mixed)
-        place = decays + head * (3 * CHUNK) + i
-        tl.store(place, since * key_unit)
-        tl.store(place + CHUNK, since * query_unit)
-        tl.store(place + 2 * CHUNK, tl.sum(tl.where(i[:, None] == CHUNK - 1, decay, 0.0), 0))
-        inverted = inverse(tl.where(below, rate[:, None] * decay * KK, 0.0), CHUNK) * rate[None, :]
+    if part * HEADS % GROUP == 0:
+        tile = ((b * chunks + chunk) * Hk + kh) * (CHUNK * BLOCK_K) + i[:, None] * BLOCK_K
+        tile += tl.arange(0, BLOCK_K)[None, :]
+        tl.store(queries + tile, Q)
+        tl.store(keys + tile, K)
+
+    # Gates and rates, one to a lane, go where each lane can read all of its head.
+    lane = tl.arange(0, HEADS * CHUNK)
+    column, h = lane % CHUNK, part * HEADS + lane // CHUNK
+    head = (b * chunks + chunk) * (Hk * GROUP) + h
+    t = start + column
+    gate = tl.load(g + b * g_steps[0] + t.to(tl.int64) * g_steps[1] + h * g_steps[2], mask=t < L, other=1.0)
+    rate = tl.load(beta + b * beta_steps[0] + t.to(tl.int64) * beta_steps[1] + h * beta_steps[2], mask=t < L, other=0.0)
+    gate, rate = gate.to(tl.float32), rate.to(tl.float32)
+    decays += head * (2 * CHUNK)
+    tl.store(decays + column, gate)
+    tl.store(decays + CHUNK + column, rate)
+    shrink, mix_unit = unit_of(largest_of(QK) * tl.reduce(tl.maximum(gate, 1.0), 0, multiply))
+    products += ((b * chunks + chunk) * tl.num_programs(1) + part) * (2 * CHUNK * CHUNK)
+    tl.store(products + square, KK)
+    tl.store(products + CHUNK * CHUNK + square, QK * shrink)
+    since = tl.associative_scan(tl.reshape(gate, [HEADS, CHUNK]), 1, multiply)
+    whole = tl.sum(tl.where(tl.arange(0, CHUNK)[None, :] == CHUNK - 1, since, 0.0), 1)
+    heads = (b * chunks + chunk) * (Hk * GROUP) + part * HEADS + tl.arange(0, HEADS)
+    place = scalars + heads * 8
+    tl.store(place, whole)
+    tl.store(place + 1, key_unit + tl.zeros_like(whole))
+    tl.store(place + 2, query_unit + tl.zeros_like(whole))
+    tl.store(place + 3, mix_unit * (query_unit * key_unit) + tl.zeros_like(whole))
+    tl.store(place + 4, tl.max(since, 1) * (key_unit * (16384.0 * BLOCK_K)))
+    tl.debug_barrier()
+
+    # A lane has a column of A and of the mix, and goes down its rows.
+    A, M = triangles + head * (CHUNK * CHUNK), mix + head * (CHUNK * CHUNK) + column
+    decay = tl.zeros([HEADS * CHUNK], tl.float32)
+    AT_ONCE: tl.constexpr = 16
+    for first in range(0, CHUNK, AT_ONCE):
+        gates, rates = load_each(decays + first, 1, AT_ONCE), load_each(decays + CHUNK + first, 1, AT_ONCE)
+        rows = products + first * CHUNK + column
+        KKs, QKs = load_each(rows, CHUNK, AT_ONCE), load_each(rows + CHUNK * CHUNK, CHUNK, AT_ONCE)
+        for n in tl.static_range(AT_ONCE):
+            # Products over spans, never quotients of running products: those of tiny decays leave the range of a float.
+            decay *= gates[n]
+            tl.store(A + first * CHUNK + column + n * CHUNK, rates[n] * decay * KKs[n])
+            decay = tl.where(column == first + n, 1.0, decay)
+            tl.store(M + first * CHUNK + n * CHUNK, (decay * QKs[n]).to(tl.float16))
+    tl.debug_barrier()
+    tl.store(decays + column, tl.reshape(since, [HEADS * CHUNK]))
+    tl.store(decays + CHUNK + column, decay)
+    invert_blocks(A, column, CHUNK)
+
+    first = (b * chunks + chunk) * (Hk * GROUP) + part * HEADS
+    triangles += first * (CHUNK * CHUNK)
+    merge_inverses(triangles, HEADS, CHUNK, 16, IEEE)
+    merge_inverses(triangles, HEADS, CHUNK, 32, IEEE)
+    t = start + i
+    for j in tl.static_range(HEADS):
+        place = beta + b * beta_steps[0] + t.to(tl.int64) * beta_steps[1] + (part * HEADS + j) * beta_steps[2]
+        rate = tl.load(place, mask=t < L, other=0.0).to(tl.float32)
+        inverted = tl.load(triangles + j * (CHUNK * CHUNK) + square) * rate[None, :]
         solve_reach = tl.max(tl.sum(tl.abs(inverted), 1), 0)
-        if SPLIT:
-            shrink, _ = unit_of(solve_reach)
-            high, low = halves(inverted * shrink)
-            tl.store(solve + head * (2 * CHUNK * CHUNK) + square, high)
-            tl.store(solve + head * (2 * CHUNK * CHUNK) + CHUNK * CHUNK + square, low)
-        else:
-            tl.store(solve + head * (CHUNK * CHUNK) + square, inverted)
-        place = scalars + head * 8
-        tl.store(place, tl.sum(tl.where(i == CHUNK - 1, since, 0.0), 0))
-        tl.store(place + 1, key_unit)
-        tl.store(place + 2, mix_unit)
-        tl.store(place + 3, tl.max(since * key_sums, 0))
-        tl.store(place + 4, solve_reach)
+        tl.store(scalars + (first + j) * 8 + 5, solve_reach)
+        shrink, _ = unit_of(solve_reach)
+        high, low = halves(inverted * shrink)
+        tl.debug_barrier()
+        tl.store(solve + (first + j) * (2 * CHUNK * CHUNK) + square, high)
+        tl.store(solve + (first + j) * (2 * CHUNK * CHUNK) + CHUNK * CHUNK + square, low)
+    if OVERLAP:
+        last = (chunk == chunks - 1) & (part == tl.num_programs(1) - 1) & (b == tl.num_programs(2) - 1)
+        if early != 0 and last:
+            gdc_wait()
 
 
-@triton.jit
-def load_scalars(scalars, head):
-    """Of a chunk and value head: its whole decay; the units of its keys and its mix; how much larger than S and than
-    the right hand sides the products with its keys, and with its inverse, may be."""
-    place = scalars + head * 8
-    return tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3), tl.load(place + 4)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["L", "more"])
 def chunk_scan_kernel(
     v, state, into, slots, o, queries, keys, solve, mix, decays, scalars,
     v_steps, state_steps, into_steps, o_steps,
-    L, Hv,
+    L, Hv, more,
     GROUP: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, NAMED: tl.constexpr, IN_PLACE: tl.constexpr,
-    SPLIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's values, chunk after chunk. S lies here as [Dk, values]."""
     first, h, b = tl.program_id(0).to(tl.int64) * BLOCK_V, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -272,6 +333,10 @@ def chunk_scan_kernel(
     tile_mask = (column < Dk)[:, None] & (value < width)[None, :]
     v += b * v_steps[0] + h * v_steps[2] + first * v_steps[3]
     o += b * o_steps[0] + h * o_steps[2] + first * o_steps[3] + value[None, :] * o_steps[3]
+    if OVERLAP:
+        gdc_wait()
+        if more != 0:
+            gdc_launch_dependents()
     source = row_of(slots, b, NAMED)
     state += source * state_steps[0] + h * state_steps[1] + first * state_steps[2]
     S = tl.load(state + column[:, None] * state_steps[3] + value[None, :] * state_steps[2], mask=tile_mask, other=0.0)
@@ -279,47 +344,40 @@ def chunk_scan_kernel(
     i = tl.arange(0, CHUNK)
     tile = i[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     square = i[:, None] * CHUNK + i[None, :]
+    both = tl.arange(0, 2 * CHUNK)[:, None] * CHUNK + i[None, :]
     chunks = tl.cdiv(L, CHUNK)
-    ahead = load_scalars(scalars, b * chunks * Hv + h)
+    ahead = load_each(scalars + (b * chunks * Hv + h) * 8, 1, 6)
     for chunk in range(chunks):
         start = chunk * CHUNK
         head = (b * chunks + chunk) * Hv + h
-        whole, key_unit, mix_unit, key_reach, solve_reach = ahead
-        ahead = load_scalars(scalars, (b * chunks + tl.minimum(chunk + 1, chunks - 1)) * Hv + h)
+        whole, key_unit, query_unit, mix_unit, key_reach, solve_reach = ahead
+        following = (b * chunks + tl.minimum(chunk + 1, chunks - 1)) * Hv + h
+        ahead = load_each(scalars + following * 8, 1, 6)
         K = tl.load(keys + head // GROUP * (CHUNK * BLOCK_K) + tile)
         V = load_rows(v, start, L, v_steps[1], v_steps[3], width, CHUNK, BLOCK_V).to(tl.float32)
-        since_key = tl.load(decays + head * (3 * CHUNK) + i)
-        since_query = tl.load(decays + head * (3 * CHUNK) + CHUNK + i)
-        until = tl.load(decays + head * (3 * CHUNK) + 2 * CHUNK + i)
-        if SPLIT:
-            T_high = tl.load(solve + head * (2 * CHUNK * CHUNK) + square)
-            T_low = tl.load(solve + head * (2 * CHUNK * CHUNK) + CHUNK * CHUNK + square)
-            Q = tl.load(queries + head // GROUP * (CHUNK * BLOCK_K) + tile)
-            M = tl.load(mix + head * (CHUNK * CHUNK) + square)
-            largest = largest_of(S)
-            shrink, unit = unit_of(largest)
-            high, low = halves(S * shrink)
-            R = V - (since_key * unit)[:, None] * tl.dot(K, high, tl.dot(K, low))
-            y = (since_query * unit)[:, None] * tl.dot(Q, high)
-            reach = largest_of(V) + key_reach * largest
-            shrink, unit = unit_of(reach)
-            _, solve_unit = unit_of(solve_reach)
-            high, low = halves(R * shrink)
-            U = tl.dot(T_high, high, tl.dot(T_low, high, tl.dot(T_high, low))) * (solve_unit * unit)
-            shrink, unit = unit_of(solve_reach * reach)
-            U *= shrink
-            y += (mix_unit * unit) * tl.dot(M, U.to(tl.float16))
-            high, low = halves(until[:, None] * U)
-            S = whole * S + (key_unit * unit) * tl.dot(tl.trans(K), high, tl.dot(tl.trans(K), low))
+        since = tl.load(decays + head * (2 * CHUNK) + i)[:, None]
+        until = tl.load(decays + head * (2 * CHUNK) + CHUNK + i)[:, None]
+        T = tl.load(solve + head * (2 * CHUNK * CHUNK) + both)
+        Q = tl.load(queries + head // GROUP * (CHUNK * BLOCK_K) + tile)
+        M = tl.load(mix + head * (CHUNK * CHUNK) + square)
+        if BLOCK_K >= CHUNK:
+            largest = tl.max(tl.abs(tl.reshape(S, [BLOCK_K // CHUNK, CHUNK, BLOCK_V])), 0)
+            largest = largest_of(tl.maximum(largest, tl.abs(V)))
         else:
-            R = V - since_key[:, None] * tl.dot(K, S, input_precision="ieee")
-            T = tl.load(solve + head * (CHUNK * CHUNK) + square)
-            U = tl.dot(T, R, input_precision="ieee")
-            Q = tl.load(queries + head // GROUP * (CHUNK * BLOCK_K) + tile)
-            y = since_query[:, None] * tl.dot(Q, S, input_precision="ieee")
-            M = tl.load(mix + head * (CHUNK * CHUNK) + square)
-            y += tl.dot(M, U, input_precision="ieee")
-            S = whole * S + tl.dot(tl.trans(K), until[:, None] * U, input_precision="ieee")
+            largest = tl.maximum(largest_of(S), largest_of(V))
+        shrink, unit = unit_of(largest)
+        terms = pairs(S * shrink)
+        R = V - (key_unit * unit) * since * pair_sums(tl.dot(K, terms))
+        y = (query_unit * unit) * since * pair_sums(tl.dot(Q, terms))
+        reach = (1.0 + key_reach) * largest
+        shrink, unit = unit_of(reach)
+        _, solve_unit = unit_of(solve_reach)
+        U = pair_sums(tl.sum(tl.reshape(tl.dot(T, pairs(R * shrink)), [2, CHUNK, 2 * BLOCK_V]), 0))
+        factor = solve_unit * unit
+        shrink, unit = unit_of(solve_reach * reach)
+        U *= factor * shrink
+        y += (mix_unit * unit) * pair_sums(tl.dot(M, pairs(U)))
+        S = whole * S + (key_unit * unit) * pair_sums(tl.dot(tl.trans(K), pairs(until * U)))
         t = (start + i).to(tl.int64)
         mask = (t < L)[:, None] & (value < width)[None, :]
         tl.store(o + t[:, None] * o_steps[1], rounded(y, o.dtype.element_ty), mask=mask)

@@ -182,6 +182,13 @@ NIBBLES = tl.constexpr("""{
     lop3.b32 $3, shifted, mask, magic, 0xEA;
     fma.rn.bf16x2 $3, $3, one, less;
 }""")
+# Those times a scale and plus a bias, both given twice in a word, rounded once.
+SCALED = tl.constexpr("""
+    fma.rn.bf16x2 $0, $0, $5, $6;
+    fma.rn.bf16x2 $1, $1, $5, $6;
+    fma.rn.bf16x2 $2, $2, $5, $6;
+    fma.rn.bf16x2 $3, $3, $5, $6;
+""")
 
 
 @triton.jit
@@ -253,6 +260,63 @@ def two_code_tiles(
     w = word(matrix[0], n * matrix[3] + first // 8 + tl.arange(0, COLUMNS // 4)[None, :], inside, True)
     a, b = tl.split(w.reshape(ROWS, 2, COLUMNS // 8).permute(0, 2, 1))
     return shuffled_codes(a, FORMAT, TYPE, NVIDIA), shuffled_codes(b, FORMAT, TYPE, NVIDIA)
+
+
+@triton.jit
+def twice(pair, SECOND: tl.constexpr):
+    """One of the two 16-bit numbers in a word, in both halves of it."""
+    return pair & 0xFFFF0000 | pair >> 16 if SECOND else pair << 16 | pair & 0xFFFF
+
+
+@triton.jit
+def weights_apart(w, scale, bias, CODE: tl.constexpr, FORMAT: tl.constexpr, TYPE: tl.constexpr):
+    """Weights CODE and CODE + 4 of each word, along a new axis."""
+    first, second = values(w >> (4 * CODE) & 15, FORMAT), values(w >> (4 * CODE + 16) & 15, FORMAT)
+    return tl.join((first * scale + bias).to(TYPE), (second * scale + bias).to(TYPE))
+
+
+@triton.jit
+def shuffled_weights(
+    w, scales, biases, FORMAT: tl.constexpr, SECOND: tl.constexpr, TYPE: tl.constexpr, NVIDIA: tl.constexpr
+):
+    """TYPE [rows, 8 WORDS]: as shuffled_codes, but scale q + bias rounded once, with those of one of two groups."""
+    ROWS: tl.constexpr = w.shape[0]
+    WORDS: tl.constexpr = w.shape[1]
+    if NVIDIA:
+        a, b, c, d = tl.inline_asm_elementwise(
+            NIBBLES + SCALED,
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [w, twice(scales, SECOND)[:, None], twice(biases, SECOND)[:, None]],
+            (tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
+        v = tl.join(tl.join(both_halves(a), both_halves(b)), tl.join(both_halves(c), both_halves(d)))
+    else:
+        s, t = two_scales(scales, FORMAT), two_scales(biases, FORMAT)
+        scale, bias = s[1 if SECOND else 0][:, None], t[1 if SECOND else 0][:, None]
+        a, b = weights_apart(w, scale, bias, 0, FORMAT, TYPE), weights_apart(w, scale, bias, 1, FORMAT, TYPE)
+        c, d = weights_apart(w, scale, bias, 2, FORMAT, TYPE), weights_apart(w, scale, bias, 3, FORMAT, TYPE)
+        v = tl.join(tl.join(a, b), tl.join(c, d))
+    return v.reshape(ROWS, 4, WORDS // 4, 2, 2, 2).permute(0, 2, 5, 4, 1, 3).reshape(ROWS, 8 * WORDS)
+
+
+@triton.jit
+def row_starts(matrix, n):
+    """Where the words, scales and biases of rows n [rows] begin; two scales and two biases to a word."""
+    words, scales, biases, row_words, row_scales = matrix
+    pairs: tl.constexpr = tl.pointer_type(tl.uint32)
+    return words + n * row_words, scales.to(pairs) + n * row_scales // 2, biases.to(pairs) + n * row_scales // 2
+
+
+@triton.jit
+def two_groups(starts, exists, pair, COLUMNS: tl.constexpr):
+    """Groups 2 pair and 2 pair + 1 of rows: the words of each, and both groups' scales and biases, a word a row."""
+    ROWS: tl.constexpr = exists.shape[0]
+    words, scales, biases = starts
+    w = word(words[:, None], pair * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)[None, :], exists[:, None], True)
+    a, b = tl.split(w.reshape(ROWS, 2, COLUMNS // 8).permute(0, 2, 1))
+    return a, b, tl.load(scales + pair, exists, other=0), tl.load(biases + pair, exists, other=0)
 
 
 @triton.jit
@@ -355,7 +419,7 @@ class Format(NamedTuple):
     scale_type: tl.dtype = tl.uint8  # of dense weights, their own
     apart: bool = False  # matrices that lie apart: addresses stand for pointers
     aligned: bool = True  # words and scales can be loaded whole
-    wide: bool = True  # every row of scales begins at a word; matrices that lie apart begin at 16 bytes
+    wide: bool = True  # every row of scales and biases begins at a word; matrices that lie apart begin at 16 bytes
     factor: float = NV_RANGE
 
 
@@ -393,7 +457,8 @@ def operand(w):
         scales, biases = scales.contiguous(), biases.contiguous()
     factors = scales if w.global_scale is None else w.global_scale.reshape(-1).contiguous()
     steps = (*words.stride()[:2], *scales.stride()[:2], int(w.global_scale is not None and factors.numel() > 1))
-    form = form._replace(wide=scales.data_ptr() % 4 == 0 and not any(step % 2 for step in scales.stride()[:2]))
+    even = not any(step % 2 for step in scales.stride()[:2])
+    form = form._replace(wide=even and (scales.data_ptr() | biases.data_ptr()) % 4 == 0)
     return Operand((words, scales, biases, factors, *steps), form, w.global_scale is not None)
 
 

@@ -19,8 +19,8 @@ from .device import overlap
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr(float("-inf"))
-JOINED = 16  # splits that `merge_splits` adds side by side
-MERGED = 64  # columns of one of its programs
+# 2026-11-15, H200: elements that a warp of `merge_splits` reads, all at once. 64 splits of 16 rows of 256: 1.6 us.
+MERGED = 2048
 
 
 @triton.jit
@@ -54,14 +54,16 @@ def seen_by(token, length, L, S, window, CAUSAL: tl.constexpr, RING: tl.constexp
 
 @triton.jit
 def load_tile(
-    base, strides, first, step, inside, S, SIZE: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK: tl.constexpr, STEADY: tl.constexpr,
+    base, strides, S, seen, first, SIZE: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr, STEADY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The rows first + step of one kv head. What no query sees may hold anything, and 0 times NaN is NaN: not read.
+    """BLOCK_N rows from `first` of one kv head; of a MASKED tile those that some query sees.
 
-    STEADY spends registers on addresses relative to `first`, which saves arithmetic in the loop over tiles.
+    What no query sees may hold anything, and 0 times NaN is NaN: it is not read. STEADY spends registers on addresses
+    relative to `first`, which saves arithmetic in the loop over tiles.
     """
-    column = tl.arange(0, BLOCK)
+    near, far, _, _ = seen
+    step, column = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK)
     if STEADY and not RING:
         at = base + tl.cast(first, tl.int64) * strides[1]
         at += step.to(tl.int64)[:, None] * strides[1] + column[None, :] * strides[3]
@@ -69,23 +71,40 @@ def load_tile(
         rows = ((first + step) % S if RING else first + step).to(tl.int64)
         at = base + rows[:, None] * strides[1] + column[None, :] * strides[3]
     if MASKED:
-        return tl.load(at, mask=inside[:, None] & (column < SIZE)[None, :], other=0.0)
+        inside = (first + step >= near) & (first + step < far)
+        tile = tl.load(at, mask=inside[:, None] & (column < SIZE)[None, :], other=0.0)
     elif BLOCK != SIZE:
-        return tl.load(at, mask=(column < SIZE)[None, :], other=0.0)
+        tile = tl.load(at, mask=(column < SIZE)[None, :], other=0.0)
     else:
-        return tl.load(at)
+        tile = tl.load(at)
+    return tile.to(DOT)
 
 
 @triton.jit
-def products(q, keys):
-    """q . k of all rows and positions. float32 is summed in runs of channels: one long chain of sums rounds most."""
+def products(x, y, inner):
+    """x . y transposed, of queries and keys or the other way around, and its tanh where there is a cap.
+
+    float32 is summed in runs of channels: one long chain of sums rounds most.
+    """
     RUN: tl.constexpr = 32
-    if q.dtype == tl.float32 and q.shape[1] > RUN:
-        q = tl.permute(q.reshape(q.shape[0], q.shape[1] // RUN, RUN), 1, 0, 2)
-        keys = tl.permute(keys.reshape(keys.shape[0], keys.shape[1] // RUN, RUN), 1, 2, 0)
-        return tl.sum(tl.dot(q, keys, input_precision="ieee"), 0)
+    if x.dtype == tl.float32 and x.shape[1] > RUN:
+        x = tl.permute(x.reshape(x.shape[0], x.shape[1] // RUN, RUN), 1, 0, 2)
+        y = tl.permute(y.reshape(y.shape[0], y.shape[1] // RUN, RUN), 1, 2, 0)
+        scores = tl.sum(tl.dot(x, y, input_precision="ieee"), 0)
     else:
-        return tl.dot(q, tl.trans(keys), input_precision="ieee")
+        scores = tl.dot(x, tl.trans(y), input_precision="ieee")
+    if inner is not None:
+        scores = tanh(scores * inner)
+    return scores
+
+
+@triton.jit
+def hidden(scores, seen, first, AXIS: tl.constexpr):
+    """Scores of a tile with positions on AXIS, -inf where a row does not see them."""
+    _, _, low, high = seen
+    position = tl.expand_dims(first + tl.arange(0, scores.shape[AXIS]), 1 - AXIS)
+    visible = (position >= tl.expand_dims(low, AXIS)) & (position < tl.expand_dims(high, AXIS))
+    return tl.where(visible, scores, NOTHING)
 
 
 @triton.jit
@@ -108,20 +127,13 @@ def attend_tile(
     """
     peak, weight, sums = state
     k, v, k_strides, v_strides, S = cache
-    near, far, low, high = seen
-    step = tl.arange(0, BLOCK_N)
-    positions = first + step
-    inside = (positions >= near) & (positions < far)
-    keys = load_tile(k, k_strides, first, step, inside, S, D, RING, MASKED, q.shape[1], False).to(q.dtype)
-    scores = products(q, keys)
-    if inner is not None:
-        scores = tanh(scores * inner)
+    keys = load_tile(k, k_strides, S, seen, first, D, RING, MASKED, False, BLOCK_N, q.shape[1], q.dtype)
+    scores = products(q, keys, inner)
     if MASKED:
-        visible = (positions[None, :] >= low[:, None]) & (positions[None, :] < high[:, None])
-        scores = tl.where(visible, scores, NOTHING)
+        scores = hidden(scores, seen, first, 1)
     weights, top, shrink = soften(scores, peak, scale, 1)
     weight = weight * shrink + tl.sum(weights, 1)
-    values = load_tile(v, v_strides, first, step, inside, S, DV, RING, MASKED, sums.shape[1], False).to(q.dtype)
+    values = load_tile(v, v_strides, S, seen, first, DV, RING, MASKED, False, BLOCK_N, sums.shape[1], q.dtype)
     sums = tl.dot(weights.to(q.dtype), values, sums * shrink[:, None], input_precision="ieee")
     return top, weight, sums
 
@@ -139,18 +151,10 @@ def attend_turned(
     """
     peak, weight, sums = state
     k, v, k_strides, v_strides, S = cache
-    near, far, low, high = seen
-    step = tl.arange(0, BLOCK_N)
-    positions = first + step
-    inside = (positions >= near) & (positions < far)
-    keys = load_tile(k, k_strides, first, step, inside, S, D, RING, True, q.shape[1], True).to(q.dtype)
-    scores = products(keys, q)
-    if inner is not None:
-        scores = tanh(scores * inner)
-    visible = (positions[:, None] >= low[None, :]) & (positions[:, None] < high[None, :])
-    weights, top, shrink = soften(tl.where(visible, scores, NOTHING), peak, scale, 0)
+    keys = load_tile(k, k_strides, S, seen, first, D, RING, True, True, BLOCK_N, q.shape[1], q.dtype)
+    weights, top, shrink = soften(hidden(products(keys, q, inner), seen, first, 0), peak, scale, 0)
     weight = weight * shrink[None, :] + weights
-    values = load_tile(v, v_strides, first, step, inside, S, DV, RING, True, sums.shape[0], True).to(q.dtype)
+    values = load_tile(v, v_strides, S, seen, first, DV, RING, True, True, BLOCK_N, sums.shape[0], q.dtype)
     rounded = weights.to(q.dtype)
     dropped = (weights - rounded.to(tl.float32)).to(q.dtype)
     if TWICE:
@@ -193,9 +197,15 @@ def finished_turned(state, TWICE: tl.constexpr):
 
 
 @triton.jit
+def rows_of(x, strides, b, token, head):
+    """Pointers to the rows of x [B, L, H, ...]."""
+    return x + b * strides[0] + token.to(tl.int64) * strides[1] + head * strides[2]
+
+
+@triton.jit
 def store_rows(o, strides, b, token, head, mean, is_row, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
     column = tl.arange(0, BLOCK_DV)
-    at = o + b * strides[0] + token.to(tl.int64) * strides[1] + head * strides[2]
+    at = rows_of(o, strides, b, token, head)
     mask = is_row[:, None] & (column < DV)[None, :]
     tl.store(at[:, None] + column[None, :] * strides[3], mean.to(o.dtype.element_ty), mask=mask)
 
@@ -211,7 +221,7 @@ def store_split(means, logs, line, mean, log, is_row, DV: tl.constexpr, BLOCK_DV
 @triton.jit
 def load_queries(q, strides, b, token, head, is_row, D, BLOCK_D: tl.constexpr, DOT: tl.constexpr):
     column = tl.arange(0, BLOCK_D)
-    at = q + b * strides[0] + token.to(tl.int64) * strides[1] + head * strides[2]
+    at = rows_of(q, strides, b, token, head)
     mask = is_row[:, None] & (column < D)[None, :]
     return tl.load(at[:, None] + column[None, :] * strides[3], mask=mask, other=0.0).to(DOT)
 
@@ -235,8 +245,8 @@ def attend_splits_kernel(
     token, head = row // GROUP, g * GROUP + row % GROUP
     is_row = token < L
     if OVERLAP:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     queries = load_queries(q, q_strides, b, token, head, is_row, D, BLOCK_D, DOT)
     length, slot = request_of(b, lengths, slots, S, RING)
     low, high = seen_by(token, length, L, S, window, CAUSAL, RING)
@@ -268,47 +278,45 @@ def attend_splits_kernel(
 @triton.jit(do_not_specialize=["L", "splits"])
 def merge_splits_kernel(
     means, logs, o, lse, L, H, DV, splits, o_strides, lse_strides,
-    BLOCK_SPLITS: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one row: the splits' means, each weighted by its sum of weights. Always in the same order."""
     row = tl.program_id(0).to(tl.int64)
     b, token, head = row // H // L, row // H % L, row % H
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     split = tl.arange(0, BLOCK_SPLITS)
+    line = row * splits + split
+    is_split = split < splits
     if OVERLAP:
+        gdc_launch_dependents()
         gdc_wait()
-    top = tl.max(tl.load(logs + row * splits + split, mask=split < splits, other=NOTHING), 0)
+    log = tl.load(logs + line, mask=is_split, other=NOTHING)
+    mask = is_split[:, None] & (column < DV)[None, :]
+    mean = tl.load(means + line[:, None] * DV + column[None, :], mask=mask, other=0.0)
+    top = tl.max(log, 0)
     shift = tl.where(top == NOTHING, 0.0, top)
-    weight, sums = tl.zeros([JOINED], tl.float32), tl.zeros([JOINED, BLOCK], tl.float32)
-    for first in tl.static_range(0, BLOCK_SPLITS, JOINED):
-        split = first + tl.arange(0, JOINED)
-        log = tl.load(logs + row * splits + split, mask=split < splits, other=NOTHING)
-        # The means of absent splits were never written.
-        mask = (log != NOTHING)[:, None] & (column < DV)[None, :]
-        mean = tl.load(means + (row * splits + split)[:, None] * DV + column[None, :], mask=mask, other=0.0)
-        weights = tl.exp2(log - shift)
-        weight += weights
-        sums += weights[:, None] * mean
-    total = tl.sum(weight, 0)
-    joined = tl.sum(sums, 0) / tl.where(total == 0.0, 1.0, total)
-    o += b * o_strides[0] + token * o_strides[1] + head * o_strides[2]
+    weights = tl.exp2(log - shift)
+    weight = tl.sum(weights, 0)
+    # The means of absent splits were never written.
+    sums = tl.sum(tl.where((log == NOTHING)[:, None], 0.0, weights[:, None] * mean), 0)
+    joined = sums / tl.where(weight == 0.0, 1.0, weight)
+    o = rows_of(o, o_strides, b, token, head)
     tl.store(o + column * o_strides[3], joined.to(o.dtype.element_ty), mask=column < DV)
     if lse is not None and tl.program_id(1) == 0:
-        at = lse + b * lse_strides[0] + token * lse_strides[1] + head * lse_strides[2]
-        tl.store(at, (shift + tl.log2(total)) * LN2)
+        tl.store(rows_of(lse, lse_strides, b, token, head), (shift + tl.log2(weight)) * LN2)
 
 
 def merge_splits(means, logs, o, lse):
     """o [B, L, H, DV] and lse [B, L, H] (or None) from means [B L H, splits, DV] and base-2 logs [B L H, splits].
 
-    A split whose log is -inf holds nothing: its mean is not read.
+    A split whose log is -inf holds nothing: its mean does not matter.
     """
     (_, L, H, DV), splits = o.shape, logs.shape[1]
-    block = min(MERGED, triton.next_power_of_2(DV))
+    block_splits = triton.next_power_of_2(splits)
+    block = min(max(8, MERGED // block_splits), triton.next_power_of_2(DV))
     merge_splits_kernel[(logs.shape[0], triton.cdiv(DV, block))](
         means, logs, o, lse, L, H, DV, splits, o.stride(), None if lse is None else lse.stride(),
-        BLOCK_SPLITS=max(JOINED, triton.next_power_of_2(splits)), BLOCK=block, JOINED=JOINED, num_warps=4,
-        **overlap(o.device),
+        BLOCK_SPLITS=block_splits, BLOCK=block, num_warps=1, **overlap(o.device),
     )  # fmt: skip
 
 
@@ -365,8 +373,7 @@ def attend_rows_kernel(
     if means is None:
         store_rows(o, o_strides, b, token, head, mean, is_row, DV, BLOCK_DV)
         if lse is not None:
-            at = b * lse_strides[0] + token.to(tl.int64) * lse_strides[1] + head * lse_strides[2]
-            tl.store(lse + at, log * LN2, mask=is_row)
+            tl.store(rows_of(lse, lse_strides, b, token, head), log * LN2, mask=is_row)
     else:
         line = ((b * L + token) * (G * GROUP) + head) * splits + tl.program_id(1)
         store_split(means, logs, line, mean, log, is_row, DV, BLOCK_DV)

@@ -29,7 +29,9 @@ from .dequant import (
     operand,
     scale_pairs,
     shuffled,
+    shuffled_weights,
     two_code_tiles,
+    two_groups,
     two_scales,
     weight_tile,
 )
@@ -49,12 +51,18 @@ def rounded(w, STYLE: tl.constexpr):
 
 @triton.jit
 def multiplied(w, x, sums, STYLE: tl.constexpr):
-    """sums + w x', with float32 sums; x [rows, STEP] comes as it is stored."""
+    """sums + w x'; x [rows, STEP] comes as it is stored.
+
+    A chain of float32 sums over all of K would round more often than torch does: they are short, and summed in float64.
+    (As float32, the compiler would make one chain of them again.)
+    """
     if STYLE != "bf16":
         x = x.to(tl.float32)
-    if STYLE == "ieee":  # a sum of short sums: a chain over all of K would round more often than torch does
-        return sums + tl.dot(w, x.T, input_precision="ieee")
-    return tl.dot(w, x.T, sums, input_precision="tf32" if STYLE == "tf32" else "ieee")
+    if STYLE == "ieee":
+        sums += tl.dot(w, x.T, input_precision="ieee").to(tl.float64)
+    else:
+        sums = tl.dot(w, x.T, sums, input_precision="tf32" if STYLE == "tf32" else "ieee")
+    return sums
 
 
 @triton.jit
@@ -86,8 +94,9 @@ def sums_of(
     """
     wide = n[:, None]
     inside, exists = wide < N, n < N
-    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    others = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    KIND: tl.constexpr = tl.float64 if STYLE == "ieee" else tl.float32
+    sums = tl.zeros((BLOCK_N, BLOCK_M), KIND)
+    others = tl.zeros((BLOCK_N, BLOCK_M), KIND)
     if STYLE == "pairs":
         last = end // BLOCK_K - 1
         scale = scale_pairs(matrix, n, begin // BLOCK_K, exists, FORMAT)
@@ -140,7 +149,40 @@ def sums_of(
         sums = biased(sums, matrix, wide, inside, group_rows, groups, has, first, stop, FORMAT)
         if GATED:
             others = biased(others, second, wide, inside, group_rows, groups, has, first, stop, FORMAT)
-    return sums, others
+    return sums.to(tl.float32), others.to(tl.float32)
+
+
+@triton.jit
+def weight_sums(
+    x, has, more_x, has_more, weights, exists, K, FORMAT: tl.constexpr, MORE: tl.constexpr, NVIDIA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCK_N, BLOCK_M] and [BLOCK_N, MORE]: rows of 4-bit weights times rows of x, and MORE of these or none.
+
+    Weights are rounded to x's type. A step is two groups: while the tensor cores multiply with one, the next is being
+    decoded. Only where the loop is known to be entered will the compiler leave products under way.
+    """
+    tl.assume(K >= BLOCK_K)
+    TYPE: tl.constexpr = x.dtype.element_ty
+    HALF: tl.constexpr = BLOCK_K // 2
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    more = tl.zeros((BLOCK_N, max(MORE, 16)), tl.float32)
+    for at in range(0, K, BLOCK_K):
+        k = at + tl.arange(0, HALF)[None, :]
+        left, right = tl.load(x + k, has, other=0.0), tl.load(x + HALF + k, has, other=0.0)
+        if MORE:
+            more_left = tl.load(more_x + k, has_more, other=0.0)
+            more_right = tl.load(more_x + HALF + k, has_more, other=0.0)
+        a, b, scales, biases = two_groups(weights, exists, at // BLOCK_K, HALF)
+        w = shuffled_weights(a, scales, biases, FORMAT, False, TYPE, NVIDIA)
+        if MORE:
+            more = tl.dot(w, more_left.T, more)
+        sums = tl.dot(w, left.T, sums)
+        w = shuffled_weights(b, scales, biases, FORMAT, True, TYPE, NVIDIA)
+        if MORE:
+            more = tl.dot(w, more_right.T, more)
+        sums = tl.dot(w, right.T, sums)
+    return sums, more
 
 
 @triton.jit
@@ -165,7 +207,7 @@ def product_kernel(
     end = min(inner, begin + length)
     if TRANSPOSE:
         group_rows = group_sums
-        if STYLE == "pairs" or STYLE == "codes":
+        if STYLE == "codes":
             group_rows = group_sums + (m[:, None] * H + head) * (2 * (K // FORMAT.group))
         n = (first + tl.arange(0, BLOCK_N)).to(tl.int64)
         sums, _ = sums_of(
@@ -173,13 +215,14 @@ def product_kernel(
             FORMAT, False, STYLE, EVEN, SHUFFLED, NVIDIA, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
-        sums = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)
+        sums = tl.zeros((BLOCK_K, BLOCK_M), tl.float64 if STYLE == "ieee" else tl.float32)
         for at in range(begin, end, STEP):
             n = at + tl.arange(0, BLOCK_N)
             wide = n.to(tl.int64)[:, None]
             w = rounded(weight_tile(matrix, wide, wide < N, first, K, FORMAT, BLOCK_K, EVEN), STYLE)
             piece = tl.load(rows + n[None, :], has & (n < N)[None, :], other=0.0)
             sums = multiplied(w.T, piece, sums, STYLE)
+        sums = sums.to(tl.float32)
     if FACTOR:
         sums *= factor_of(operand, head, FORMAT)
     column = first + tl.arange(0, OUT)[:, None]
@@ -264,8 +307,9 @@ class Prepared(NamedTuple):
 
 def preparation(x, steps, rows, choices, form, style, own=True):
     """For weights of this format; row r of x lies at (r // choices, r % choices) . steps."""
-    K, sums, move = x.shape[-1], form.mode == "affine", form.bits == 4 and form.aligned and form.group >= 32
-    if style not in ("codes", "pairs") or not (sums or move):
+    K, sums = x.shape[-1], form.mode == "affine" and style != "weights"
+    move = form.bits == 4 and form.aligned and form.group >= 32
+    if style not in ("codes", "pairs", "weights") or not (sums or move):
         none = (x, x, x, 0, 1, 1, 0, 0)
         return Prepared(x, steps, x, False, own, none, 0, {"SUMS": False, "SHUFFLED": False, "GROUP": 32})
     groups = K // form.group

@@ -2,7 +2,7 @@
 
 A tile is R outputs by C chunks of 32 codes (codes.py); a thread owns whole chunks of each output, keeps their
 activations in registers as float32, and decodes and multiplies in three instructions a weight. That is as fast as
-memory from 5 bits up. Four-bit codes come too fast for it, and go through tensor cores instead (nibbles.py).
+memory from 5 bits up. Two- and four-bit codes come too fast for it, and go through tensor cores instead (nibbles.py).
 
 Large matrices: as many programs as fit, each going over many blocks of outputs with the same activations. Small ones
 wait for memory once: every program asks for all its weights first, and a row of weights is spread over several warps.
@@ -10,12 +10,13 @@ wait for memory once: every program asks for all its weights first, and a row of
 
 # ruff: noqa: RUF005 - Triton knows no starred tuples
 
+from math import prod
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from .codes import (
     affine_value,
@@ -34,7 +35,7 @@ from .elementary import ACTIVATIONS, activated
 from .exact import multiply_exactly, small
 from .nibbles import nibbles_kernel
 from .rowwise import glu
-from .stacks import matrix, stack
+from .stacks import job_of, matrix, stack
 
 UP = tl.constexpr(2.0**64)  # multiplied into activations, so that their products with tiny floats are none
 
@@ -208,30 +209,23 @@ def store_rows(y, y_row, ROWS, at, results, M: tl.constexpr):
 
 @triton.jit
 def matvec_kernel(
-    x, ids, w, up, y, N, K, ROWS, HEADS, x_row, x_head, y_row, y_head,
+    x, ids, w, up, y, N, K, ROWS, x_row, x_head, y_row, y_head,
     FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, SCHEDULE: tl.constexpr, OVERLAP: tl.constexpr,
+    C: tl.constexpr, SCHEDULE: tl.constexpr, JOBS: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """y[row, head] = w[head] x[row, head], or w[ids[row, head]]; with an ACTIVATION, activation(w x) . (up x).
 
     A program takes M rows of one head and R outputs. In SCHEDULE "loop" it takes every so many blocks of R outputs, for
     which the activations stay in registers; in "pieces" a row of weights is longer than a tile.
     """
-    head = tl.program_id(1) % HEADS
-    row = (tl.program_id(1) // HEADS).to(tl.int64) * M
-    index = head.to(tl.int64)
-    if OVERLAP:
-        gdc_launch_dependents()
-        if ids is not None:
-            gdc_wait()  # ids may be as new as x; only weights are older than every kernel in flight
-    if ids is not None:
-        index = tl.load(ids + row * HEADS + head).to(tl.int64)
+    index, x, y, left = job_of(
+        x, ids, w, up, y, K, ROWS, x_row, x_head, y_row, y_head, FORMAT, ACTIVATION is not None, M, JOBS, OVERLAP,
+        AHEAD, EARLY,
+    )  # fmt: skip
     w = matrix(w, index, FORMAT)
     if ACTIVATION is not None:
         up = matrix(up, index, FORMAT)
-    x += row * x_row + head.to(tl.int64) * x_head
-    y += row * y_row + head.to(tl.int64) * y_head
-    left = ROWS - row
     one = (0x3F800000 + tl.minimum(N, 0)).to(tl.uint32)  # see affine_value
     chunks = tl.arange(0, C)
     first = tl.program_id(0).to(tl.int64) * R
@@ -271,18 +265,13 @@ def matvec_kernel(
 
 @triton.jit
 def dense_kernel(
-    x, ids, w, y, N, K, ROWS, HEADS, x_row, x_head, y_row, y_head, w_matrix, w_row,
+    x, ids, w, y, N, K, ROWS, x_row, x_head, y_row, y_head, w_matrix, w_row,
     M: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As matvec_kernel, for weights in a float format: R outputs a program."""
-    head = tl.program_id(1) % HEADS
-    row = (tl.program_id(1) // HEADS).to(tl.int64) * M
-    index = head.to(tl.int64)
-    if ids is not None:
-        index = tl.load(ids + row * HEADS + head).to(tl.int64)
-    x += row * x_row + head.to(tl.int64) * x_head
-    y += row * y_row + head.to(tl.int64) * y_head
-    left = ROWS - row
+    index, x, y, left = job_of(
+        x, ids, w, w, y, K, ROWS, x_row, x_head, y_row, y_head, None, False, M, True, False, False, False
+    )
     outputs = tl.program_id(0) * R + tl.arange(0, R)
     source = w + index * w_matrix + tl.minimum(outputs, N - 1).to(tl.int64)[:, None] * w_row
     sums = ()
@@ -309,23 +298,53 @@ class Chunks(NamedTuple):
     warps: int
     programs: int  # for one job; where these are fewer than the blocks of outputs, a program takes several
 
+    def tile(self, bits, gated):
+        """Outputs, and codes of a row."""
+        return self.rows, 32 * self.chunks
+
 
 class Nibbles(NamedTuple):
     """Launch sizes of nibbles_kernel."""
 
     rows: int  # of a tile: 16 or 32
-    blocks: int  # of 128 codes in a span
+    blocks: int  # of a span, each what four threads load of a row
     parts: int  # warps, each with its own spans
+    programs: int = 1 << 30  # as in Chunks
+    spread: bool = False  # blocks of a span take turns
+
+    def tile(self, bits, gated):
+        return self.rows // (2 if gated else 1), 512 // bits * self.blocks * self.parts
 
 
+LONG = 256  # inputs of a sum that hides that they were rounded to bfloat16
 MANY = 64  # outputs for each processor, from which a matrix is large; 2026-11-15, H200
 
 
-def nibble_sizes(K, M, group, gated):
-    """2026-11-15, H200: 248320 x 2048 in 76 us, 87 % of what a sum reads; 12288 x 4096 in 12.1 us."""
-    blocks = min(4, group // 16)
-    rows = 32 if M <= 2 and not gated else 16  # more would not fit the registers
-    return Nibbles(rows, blocks, min(4, triton.next_power_of_2(triton.cdiv(K, 128 * blocks))))
+def nibble_sizes(N, K, M, jobs, form, gated, processors):
+    """2026-11-15, H200, one row of bfloat16. 248320 x 2048 in 73 to 79 us, 91 to 84 % of what a sum reads; in 2 bits in
+    48, 76 %; in mxfp4 in 84 to 86, 73 %. 12288 x 4096 in 9.2, with a program for every block in 10 to 11; two rows in
+    12.3, in tiles of 32 in 14.3. 2048 x 4096 in 3.1, 1024 x 4096 in 2.5.
+
+    Nine of 257 experts of 512 x 2048 in 8.7. Spread, gate and up alone take 6.1 instead of 7.5, but with down 9.9, and
+    9.1 where that is spread too: both are on the chip at once, and equal numbers of registers may fit better.
+    """
+    block = 512 // form.bits
+    blocks = min(4, 8 * form.group // block)
+    parts = triton.next_power_of_2(triton.cdiv(K, block * blocks))
+    tiles = triton.cdiv(N * (2 if gated else 1), 16) * jobs
+    if INTERPRETED:  # which takes as long for a small tile
+        return Nibbles(32, blocks, min(4, parts), 2)
+    if M > 1:
+        return Nibbles(16, blocks, min(4, parts))
+    if tiles >= 32 * processors:
+        if form.bits == 2:  # words come so fast that preparing activations for each block would take longer
+            return Nibbles(32, blocks, min(4, parts), max(1, 4 * processors // jobs))
+        return Nibbles(32, blocks, min(8 if blocks == 2 else 4, parts))
+    if tiles > 4 * processors and jobs == 1:
+        return Nibbles(16, blocks, min(8, parts), 2 * processors)
+    while blocks > 1 and tiles * parts <= 4 * processors and parts < 16:  # a warp or less for each scheduler
+        blocks, parts = blocks // 2, parts * 2
+    return Nibbles(16, blocks, min(16, parts), spread=jobs == 1)
 
 
 def chunk_sizes(N, K, M, jobs, bits, gated, processors):
@@ -336,7 +355,8 @@ def chunk_sizes(N, K, M, jobs, bits, gated, processors):
     if N * jobs >= MANY * processors and chunks > 16:
         warps = min(8, max(1, chunks * M // 64))
         rows, resident = (8, 24) if bits <= 4 and M == 1 else (4, 32)
-        return Chunks(rows, min(chunks, 64 * warps // M), warps, max(1, resident // warps * processors // jobs))
+        programs = 1 << 30 if gated else max(1, resident // warps * processors // jobs)
+        return Chunks(rows, min(chunks, 64 * warps // M), warps, programs)
     warps = min(8, max(1, chunks * M // 32))
     rows = 2 if N * jobs <= 8 * processors else 4 if gated or M > 1 else 8
     return Chunks(rows, min(chunks, 32 * warps // M), warps, 1 << 30)
@@ -347,22 +367,23 @@ def dense_sizes(K):
     return 2, min(triton.next_power_of_2(K), 1024), 4
 
 
-def multiply(x, ids, w, y, up=None, activation=None, precise=False, launch=None):
+def multiply(x, ids, w, y, up=None, activation=None, precise=False, early=False, launch=None):
     """y [M, H, N] = w[h] x[m, h], or w[ids[m, h]] x[m, h] where ids [M, H] are given.
 
     With `up`, of the same format as w, activation(w x) . (up x). x [M, H, K]; the last axes of x and y lie whole.
-    `launch` is for trying other sizes than the table's.
+    `early`: the launch before this one was of this function with the same ids (job_of). `launch` is for trying other
+    sizes than the table's.
     """
     if small(x, w) and y.dtype == torch.float32 and up is None:
         return multiply_exactly(x, ids, w, y)
     rows, heads, N = y.shape
     M = 1 if ids is not None else min(4, triton.next_power_of_2(rows))
-    jobs = triton.cdiv(rows, M) * heads
-    shared = (y, N, x.shape[-1], rows, heads, x.stride(0), x.stride(1), y.stride(0), y.stride(1))
+    jobs = (heads, triton.cdiv(rows, M))
+    shared = (y, N, x.shape[-1], rows, x.stride(0), x.stride(1), y.stride(0), y.stride(1))
     if isinstance(w, torch.Tensor):
         multiply_dense(x, ids, w, shared, M, jobs, launch)
     else:
-        multiply_codes(x, ids, w, up, shared, activation, precise, M, jobs, launch)
+        multiply_codes(x, ids, w, up, shared, activation, precise, early, M, jobs, launch)
     return y
 
 
@@ -371,60 +392,67 @@ def multiply_dense(x, ids, w, shared, M, jobs, launch):
     R, block, warps = launch or dense_sizes(K)
     w = w.reshape(-1, N, K)
     w = w if w.stride(-1) == 1 else w.contiguous()
-    dense_kernel[(triton.cdiv(N, R), jobs)](
+    dense_kernel[(triton.cdiv(N, R), *jobs)](
         x, ids, w, *shared, w.stride(0), w.stride(1), M=M, R=R, BLOCK=block, num_warps=warps
     )
 
 
-def multiply_codes(x, ids, w, up, shared, activation, precise, M, jobs, launch):
+def multiply_codes(x, ids, w, up, shared, activation, precise, early, M, jobs, launch):
     N, K = w.shape[-2:]
     capability, processors, _ = facts(x.device)
     (source, form), other = stack(w), None if up is None else stack(up)[0]
     precise = precise or (shared[0].dtype == torch.float32 and up is None)
     # Tensor cores flush tiny floats to zero on some other makers' GPUs, and small float codes are such.
-    nibbles = form.bits == 4 and form.wide == 4 and x.dtype != torch.float32 and not precise
+    nibbles = form.bits in (2, 4) and form.wide == 4 and x.dtype != torch.float32 and not precise
     nibbles = nibbles and (form.mode == "affine" or capability > 0)
-    if launch is None and nibbles and (N * jobs >= MANY * processors or INTERPRETED):
-        launch = nibble_sizes(K, M, form.group, up is not None)
-    launch = launch or chunk_sizes(N, K, M, jobs, form.bits, up is not None, processors)
+    if launch is None and nibbles:
+        launch = nibble_sizes(N, K, M, prod(jobs), form, up is not None, processors)
+    launch = launch or chunk_sizes(N, K, M, prod(jobs), form.bits, up is not None, processors)
+    outputs, codes = launch.tile(form.bits, up is not None)
+    blocks = triton.cdiv(N, outputs)
+    schedule = "pieces" if codes < K else "loop" if launch.programs < blocks else "once"
     given = {"FORMAT": form, "ACTIVATION": None if activation is None else ACTIVATIONS[activation].value, "M": M}
-    blocks = triton.cdiv(N, launch.rows)
+    given |= {"R": launch.rows, "SCHEDULE": schedule, "JOBS": prod(jobs) > 1, "EARLY": early}
+    given["AHEAD"] = not early and N * prod(jobs) <= 2 * MANY * processors  # others take long, and need registers
+    given |= overlap(x.device)
+    grid = (launch.programs if schedule == "loop" else blocks, *jobs)
     if isinstance(launch, Nibbles):
-        nibbles_kernel[(blocks, jobs)](
-            x, ids, source, other, *shared, **given, R=launch.rows, BLOCKS=launch.blocks, PARTS=launch.parts,
-            ONCE=128 * launch.blocks * launch.parts >= K,
-            num_warps=launch.parts, num_stages=1, **overlap(x.device),
+        nibbles_kernel[grid](
+            x, ids, source, other, *shared, **given, BLOCKS=launch.blocks, PARTS=launch.parts,
+            SPREAD=launch.spread, EVEN=K % (2 * form.group) == 0, num_warps=launch.parts, num_stages=1,
         )  # fmt: skip
-        return
-    whole = launch.chunks * 32 >= K
-    schedule = "pieces" if not whole else "loop" if launch.programs < blocks and up is None else "once"
-    matvec_kernel[(launch.programs if schedule == "loop" else blocks, jobs)](
-        x, ids, source, other, *shared, **given, PRECISE=precise, R=launch.rows, C=launch.chunks, SCHEDULE=schedule,
-        num_warps=launch.warps, **overlap(x.device),
-    )  # fmt: skip
+    else:
+        matvec_kernel[grid](
+            x, ids, source, other, *shared, **given, PRECISE=precise, C=launch.chunks, num_warps=launch.warps
+        )
 
 
-def chosen(x, ids, w, out):
+def chosen(x, ids, w, out, early=False):
     """out[t, a] = w[ids[t, a]] x[t], or x[t, a], for few tokens: each choice reads its expert's weights."""
     if ids.numel():
         y = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
-        multiply(of_choices(x, ids), ids.contiguous(), w, y)
+        multiply(of_choices(x, ids), ids.contiguous(), w, y, early=early)
         if y is not out:
             out.copy_(y)
     return out
 
 
-def chosen_gate_up(x, ids, gate, up, activation, precise=False):
-    """float32 [T, A, I] = activation(gate[ids[t, a]] x) . (up[ids[t, a]] x)."""
-    y = torch.empty(*ids.shape, gate.shape[1], dtype=torch.float32, device=x.device)
-    if not ids.numel():
-        return y
+def chosen_mlp(x, ids, experts, activation, out):
+    """out[t, a] = down[e] (activation(gate[e] x) . (up[e] x)) where e = ids[t, a], for few tokens.
+
+    What lies between is kept in float32; sums over many bfloat16 of it do not show that these were rounded.
+    """
+    gate, up, down = experts.gate, experts.up, experts.down
+    kept = torch.bfloat16 if x.dtype == torch.bfloat16 and gate.shape[1] >= LONG else torch.float32
+    between = torch.empty(*ids.shape, gate.shape[1], dtype=kept, device=x.device)
     x, ids = of_choices(x, ids), ids.contiguous()
     apart = isinstance(gate, torch.Tensor) or isinstance(up, torch.Tensor) or stack(gate)[1] != stack(up)[1]
     if apart or small(x, gate):
-        other = torch.empty_like(y)
-        return glu(multiply(x, ids, gate, y), multiply(x, ids, up, other), activation, out=y)
-    return multiply(x, ids, gate, y, up, activation, precise)
+        halves = torch.empty((2, *between.shape), dtype=torch.float32, device=x.device)
+        glu(multiply(x, ids, gate, halves[0]), multiply(x, ids, up, halves[1]), activation, out=halves[0])
+        return chosen(halves[0], ids, down, out)
+    multiply(x, ids, gate, between, up, activation, precise=x.dtype == torch.float32)
+    return chosen(between, ids, down, out, early=True)
 
 
 def of_choices(x, ids):

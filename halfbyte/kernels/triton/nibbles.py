@@ -1,133 +1,221 @@
-"""Four-bit matrices times a few rows of bfloat16 or float16, on tensor cores.
+"""Two- and four-bit matrices times a few rows of bfloat16 or float16, on tensor cores.
 
 Few rows leave most of a tensor core idle, but one or two instructions decode two codes where float32 takes three for
 each, and decoding is what these products wait for. Weights are the left operand [R, 16] of products over 16 codes:
-eight words, of which each gives codes i and i + 4, 16 bits apart, as a pair of 16-bit floats. The eight columns of the
-right operand are not rows of activations but groups: a column has the activations of one group and zeros elsewhere. So
-one tile of sums [R, 8] keeps every group's sum apart, to be multiplied by its scale at the end of a span of groups.
+eight words, of which each gives two codes, 16 bits apart, as a pair of 16-bit floats. The eight columns of the right
+operand are not rows of activations but groups: a column has activations of one group and zeros elsewhere. So one tile
+of sums [R, 8] keeps every group's sum apart, to be multiplied by its scale at the end of a span of eight groups.
 
 The order of codes inside a product is free. It is chosen such that a thread uses what its own 16-byte loads brought,
-and nothing moves between threads. Where there are too few outputs to fill the chip, the warps of a program take turns
-with the spans of its rows (PARTS).
+and nothing moves between threads: four threads load one block of a row. The blocks of a span take the same right
+operands, in which a column has its own group's activations whichever block that is in; each has sums of its own, of
+which only the columns of its groups are kept. Where there are too few outputs to fill the chip, the warps of a program
+take turns with the spans of its rows (PARTS).
 """
 
 # ruff: noqa: RUF005, SIM300 - Triton knows no starred tuples
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-from .codes import e4m3_value, power_value
+from .codes import e4m3_value, eighths, power_value, quarters
 from .elementary import activated
-from .stacks import matrix
+from .stacks import job_of, matrix
 
 COLUMNS = tl.constexpr(8)
-BLOCK = tl.constexpr(128)  # codes of a row that four threads load with one instruction
+
+
+@triton.constexpr_function
+def codes_loaded(bits):
+    """Codes in the 16 bytes that a thread loads; four times as many are a block."""
+    return 128 // bits
+
+
+@triton.constexpr_function
+def place_of(code, bits, kind):
+    """The bit of a 16-bit float at which code `code` of half a word is read.
+
+    In float16 the highest bits of the mantissa, so that little is lost when what the leading 1 adds is subtracted;
+    bfloat16 results do not see it, and there codes stay where a word has them: of 2 bits, three share a shift.
+    """
+    if kind == tl.float16:
+        return 10 - bits
+    return bits * (code % 3) if bits == 2 else 0
+
+
+@triton.constexpr_function
+def power_of(code, bits, kind):
+    """What activations are divided by for code `code`."""
+    return 1.0 if kind == tl.float16 else float(1 << place_of(code, bits, kind))
 
 
 @triton.jit
-def pairs(words, one, CODE: tl.constexpr, MODE: tl.constexpr, TYPE: tl.constexpr):
-    """Codes CODE and CODE + 4 of words, as numbers of a 16-bit float type along a new last axis.
+def pairs(words, one, CODE: tl.constexpr, FORMAT: tl.constexpr, TYPE: tl.constexpr):
+    """Code CODE of each half of the words, as numbers of a 16-bit float type along a new last axis.
 
-    affine: 128 + q or, in float16, 1024 + q. e2m1: its value times 2^-126 or 2^-14, its bits where the type has them.
+    affine: 128 + q power_of(CODE) or, in float16, 1 + q / 2^bits. e2m1: its value times 2^-126 or 2^-14, its bits where
+    the type has them: for bfloat16 one product moves both the sign and the rest there.
     """
-    if MODE == "affine":
-        both = ((words >> (4 * CODE)) & 0x000F000F) | one
+    if FORMAT.mode == "affine":
+        PLACE: tl.constexpr = place_of(CODE, FORMAT.bits, TYPE)
+        DOWN: tl.constexpr = FORMAT.bits * CODE - PLACE
+        moved = words >> DOWN if DOWN >= 0 else words << -DOWN
+        both = (moved & (((1 << FORMAT.bits) - 1) * 0x00010001 << PLACE)) | one
+    elif TYPE == tl.bfloat16:
+        AT: tl.constexpr = 4 * (CODE % 2)
+        both = (((words >> (4 * CODE - AT)) & (0x000F000F << AT)) * (0x1040 >> AT)) & 0x81C081C0
     else:
-        AT: tl.constexpr = (6 if TYPE == tl.bfloat16 else 9) - 4 * CODE
-        moved = words << AT if AT > 0 else words >> -AT
-        sign = (words << (12 - 4 * CODE)) & 0x80008000
-        both = (moved & (0x01C001C0 if TYPE == tl.bfloat16 else 0x0E000E00)) | sign
+        UP: tl.constexpr = 9 - 4 * CODE
+        moved = words << UP if UP > 0 else words >> -UP
+        both = (moved & 0x0E000E00) | ((words << (12 - 4 * CODE)) & 0x80008000)
     low = (both & 0xFFFF).to(tl.uint16).to(TYPE, bitcast=True)
     return tl.join(low, (both >> 16).to(tl.uint16).to(TYPE, bitcast=True))
 
 
 @triton.jit
-def operands(x, at, live, PARTS: tl.constexpr, MODE: tl.constexpr):
-    """Right operands [PARTS, 16, COLUMNS] for CODE = 0 to 3, of the 16 activations from `at` [4, 1, PARTS, 1] on.
-
-    live [4, COLUMNS, PARTS, 1] says which column an activation belongs to.
-    """
-    eight = tl.arange(0, 8)[None, None, None, :] + tl.zeros([1, COLUMNS, 1, 1], tl.int32)
-    first = tl.load(x + (at + eight), mask=live, other=0.0)
-    second = tl.load(x + (at + 8 + eight), mask=live, other=0.0)
-    if MODE != "affine" and x.dtype.element_ty == tl.bfloat16:  # or products with tiny weights would be none
-        first *= tl.full([], 2.0**64, tl.bfloat16)
-        second *= tl.full([], 2.0**64, tl.bfloat16)
-    both = tl.reshape(tl.join(first, second), [4, COLUMNS, PARTS, 2, 2, 2, 2])  # thread column part code-4-2-1 word
-    even, odd = tl.split(tl.permute(both, [2, 0, 6, 3, 1, 4, 5]))  # part thread word code-4 column code-2-1
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return (
-        tl.reshape(x0, [PARTS, 16, COLUMNS]), tl.reshape(x1, [PARTS, 16, COLUMNS]),
-        tl.reshape(x2, [PARTS, 16, COLUMNS]), tl.reshape(x3, [PARTS, 16, COLUMNS]),
-    )  # fmt: skip
-
-
-@triton.jit
-def span_of(w, start, last, K, FORMAT: tl.constexpr, R: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr):
-    """A span of R rows for each part, as it lies in memory: R / 8 times BLOCKS tiles of words, then scales and biases.
-
-    Past the end of the rows nothing is read, and words are undefined.
-    """
-    words, scales, biases, _ = w
-    GROUP: tl.constexpr = FORMAT.group
-    GROUPS: tl.constexpr = BLOCK * BLOCKS // GROUP  # of a span
+def activations_of(x, start, K, FORMAT: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr):
+    """What each thread loads of x for its column, eight at a time: tiles [thread, COLUMNS, PARTS, 8], or zeros."""
+    LOADED: tl.constexpr = codes_loaded(FORMAT.bits)
+    GROUPS: tl.constexpr = 4 * LOADED // FORMAT.group  # of a block
+    column = tl.arange(0, COLUMNS)[None, :, None, None]
+    eight = tl.arange(0, 8)[None, None, None, :]
     loaded = ()
-    for block in tl.static_range(BLOCKS):
-        quad = start // 32 + 4 * block + tl.arange(0, 4)[:, None, None, None]
-        quad += tl.arange(0, PARTS)[None, None, :, None] * (BLOCK * BLOCKS // 32)
-        for eighth in tl.static_range(R // 8):
-            rows = tl.minimum(8 * eighth + tl.arange(0, 8), last)[None, :, None, None]
-            at = quad * 4 + rows * (K // 32 * 4) + tl.arange(0, 4)[None, None, None, :]
-            loaded = loaded + (tl.load(words + at, mask=quad < K // 32),)
-    rows, column = tl.minimum(tl.arange(0, R), last)[None, :, None], tl.arange(0, COLUMNS)[None, None, :]
-    group = start // GROUP + tl.arange(0, PARTS)[:, None, None] * GROUPS + column
-    inside = (column < GROUPS) & (group < K // GROUP)
-    scale = tl.load(scales + (rows * (K // GROUP) + group), mask=inside, other=0.0)
-    bias = scale
-    if FORMAT.mode == "affine":
-        bias = tl.load(biases + (rows * (K // GROUP) + group), mask=inside, other=0.0)
-    return loaded + (scale, bias)
+    for i in tl.static_range(LOADED // 8):
+        code = tl.arange(0, 4)[:, None, None, None] * LOADED + 8 * i  # of a block
+        at = start + (tl.arange(0, PARTS)[None, None, :, None] * BLOCKS + column // GROUPS) * (4 * LOADED) + code
+        live = (code // FORMAT.group == column % GROUPS) & (column < BLOCKS * GROUPS) & (at < K)
+        loaded = loaded + (tl.load(x + (at + eight), mask=live, other=0.0),)
+    return loaded
 
 
 @triton.jit
-def spans_of(
-    matrices, start, last, K,
-    FORMAT: tl.constexpr, MATRICES: tl.constexpr, R: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
+def operands(loaded, FORMAT: tl.constexpr, PARTS: tl.constexpr):
+    """Right operands [PARTS, 16, COLUMNS] of a span: for the first two words of a load the codes of half a word in
+    order, then for the other two."""
+    TYPE: tl.constexpr = loaded[0].dtype
+    right = ()
+    for half in tl.static_range(2):
+        if FORMAT.bits == 4:
+            both = tl.join(loaded[2 * half], loaded[2 * half + 1])
+            both = tl.reshape(both, [4, COLUMNS, PARTS, 2, 4, 2])  # thread column part half code word
+            tiles = quarters(tl.permute(both, [2, 0, 5, 3, 1, 4]))  # part thread word half column code
+        else:
+            front = tl.join(loaded[4 * half], loaded[4 * half + 2])
+            both = tl.join(front, tl.join(loaded[4 * half + 1], loaded[4 * half + 3]))
+            tiles = eighths(tl.permute(both, [2, 0, 4, 5, 1, 3]))  # from thread column part code word half
+        for i in tl.static_range(16 // FORMAT.bits):
+            tile = tl.reshape(tiles[i], [PARTS, 16, COLUMNS])
+            if FORMAT.mode == "affine":
+                if power_of(i, FORMAT.bits, TYPE) != 1.0:
+                    tile *= tl.full([], 1.0 / power_of(i, FORMAT.bits, TYPE), TYPE)
+            elif TYPE == tl.bfloat16:  # or products with tiny weights would be none
+                tile *= tl.full([], 2.0**64, TYPE)
+            right = right + (tile,)
+    return right
+
+
+@triton.jit
+def add_to_sums(sums, right, CODE: tl.constexpr, FORMAT: tl.constexpr, TYPE: tl.constexpr):
+    """[PARTS, R, COLUMNS], all rows the same: sums of each column's activations, and of what they were scaled to."""
+    plain, scaled = sums
+    PARTS: tl.constexpr = plain.shape[0]
+    R: tl.constexpr = plain.shape[1]
+    scaled = tl.dot(tl.full([PARTS, R, 16], 1.0, TYPE), right, scaled)
+    if power_of(1, FORMAT.bits, TYPE) == 1.0:
+        plain = scaled
+    else:
+        plain = tl.dot(tl.full([PARTS, R, 16], power_of(CODE, FORMAT.bits, TYPE), TYPE), right, plain)
+    return plain, scaled
+
+
+@triton.jit
+def row_operands(
+    x, x_row, ROWS, start, K, FORMAT: tl.constexpr, M: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr
+):
+    """The right operands of M rows; the last row again where there are fewer."""
+    loaded, right = (), ()
+    for m in tl.static_range(M):
+        loaded = loaded + (activations_of(x + tl.minimum(m, ROWS - 1) * x_row, start, K, FORMAT, BLOCKS, PARTS),)
+    tl.debug_barrier()  # as for the weights
+    for m in tl.static_range(M):
+        right = right + (operands(loaded[m], FORMAT, PARTS),)
+    return right
+
+
+@triton.jit
+def row_sums(right, FORMAT: tl.constexpr, TYPE: tl.constexpr, M: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr):
+    """The sums of M rows, for affine codes."""
+    CODES: tl.constexpr = 16 // FORMAT.bits
+    sums = ()
+    for m in tl.static_range(M):
+        some = zeros(2, PARTS, R)
+        if FORMAT.mode == "affine":
+            for i in tl.static_range(2 * CODES):
+                some = add_to_sums(some, right[m][i], i % CODES, FORMAT, TYPE)
+        sums = sums + (some,)
+    return sums
+
+
+@triton.jit
+def span_of(
+    w, up, first, start, N, K,
+    FORMAT: tl.constexpr, GATED: tl.constexpr, R: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
-    spans = ()
-    for u in tl.static_range(MATRICES):
-        spans = spans + (span_of(matrices[u], start, last, K, FORMAT, R, BLOCKS, PARTS),)
-    return spans
+    """A span of the rows from `first` on for each part, as it lies in memory: tiles of eight rows and what each of four
+    threads loads of them. BLOCKS times R / 8 tiles of words, then as many of scales and of biases.
+
+    GATED: one half of the rows is w's, the other up's. Past the end nothing is read, and words are undefined.
+    """
+    LOADED: tl.constexpr = codes_loaded(FORMAT.bits)
+    GROUPS: tl.constexpr = 4 * LOADED * BLOCKS // FORMAT.group
+    HALF: tl.constexpr = R // 16 if GATED else R // 8  # tiles of w's
+    inside = (first < N).to(tl.int32)
+    last = tl.cast(N - 1 - first, tl.int32)
+    thread, eight = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 8)[None, :, None, None]
+    part = tl.arange(0, PARTS)[None, None, :, None]
+    tiles = ()
+    for block in tl.static_range(BLOCKS):
+        load = start // LOADED + (part * BLOCKS + block) * 4 + thread
+        for tile in tl.static_range(R // 8):
+            words = (w if tile < HALF else up)[0] + first * (K // LOADED * 4)
+            rows = tl.minimum(8 * (tile % HALF) + eight, last)
+            at = rows * (K // LOADED * 4) + load * 4 + tl.arange(0, 4)[None, None, None, :]
+            tiles = tiles + (tl.load(words + at, mask=load < inside * (K // LOADED)),)
+    pitch = K // (2 * FORMAT.group) * 2 if EVEN else K // FORMAT.group
+    column = thread * 2 + tl.arange(0, 2)[None, None, None, :]
+    group = start // FORMAT.group + part * GROUPS + column
+    has = (column < GROUPS) & (group < inside * pitch)
+    for which in tl.static_range(1, 3 if FORMAT.mode == "affine" else 2):
+        for tile in tl.static_range(R // 8):
+            scales = (w if tile < HALF else up)[which] + first * pitch
+            rows = tl.minimum(8 * (tile % HALF) + eight, last)
+            tiles = tiles + (tl.load(scales + (rows * pitch + group), mask=has, other=0.0),)
+    return tiles
 
 
 @triton.jit
-def halves_of_words(span, BLOCK_OF: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr):
+def rows_of(tiles, FIRST: tl.constexpr, R: tl.constexpr):
+    """R / 8 tiles of a span from FIRST on, as one with their rows on a new last axis."""
+    if R == 16:
+        return tl.join(tiles[FIRST], tiles[FIRST + 1])
+    else:
+        front, back = tl.join(tiles[FIRST], tiles[FIRST + 2]), tl.join(tiles[FIRST + 1], tiles[FIRST + 3])
+        return tl.reshape(tl.join(front, back), front.shape[:-1] + [4])
+
+
+@triton.jit
+def halves_of_words(tiles, FIRST: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr):
     """Of one block of a span: the first two words of every thread, and the other two [PARTS, R, thread, word]."""
-    four = tl.join(span[R // 8 * BLOCK_OF], span[R // 8 * BLOCK_OF + 1])
-    if R == 32:
-        four = tl.join(
-            tl.join(span[4 * BLOCK_OF], span[4 * BLOCK_OF + 2]), tl.join(span[4 * BLOCK_OF + 1], span[4 * BLOCK_OF + 3])
-        )
-    four = tl.reshape(four.to(tl.uint32, bitcast=True), [4, 8, PARTS, 2, 2, R // 8])
+    four = tl.reshape(rows_of(tiles, FIRST, R).to(tl.uint32, bitcast=True), [4, 8, PARTS, 2, 2, R // 8])
     front, back = tl.split(tl.permute(four, [2, 5, 1, 0, 4, 3]))
     return tl.reshape(front, [PARTS, R, 4, 2]), tl.reshape(back, [PARTS, R, 4, 2])
 
 
 @triton.jit
-def plain_sums(x, start, K, GROUP: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr):
-    """The sum of the activations of each group of a span, [PARTS, 1, COLUMNS]."""
-    code = tl.arange(0, COLUMNS)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
-    at = start + tl.arange(0, PARTS)[:, None, None] * SPAN + code
-    values = tl.load(x + at, mask=(code < SPAN) & (at < K), other=0.0)
-    return tl.sum(values.to(tl.float32), 2)[:, None, :]
-
-
-@triton.jit
-def rows_from(matrix, first, K, GROUP: tl.constexpr):
-    words, scales, biases, factor = matrix
-    return words + first * (K // 32 * 4), scales + first * (K // GROUP), biases + first * (K // GROUP), factor
+def scales_of(tiles, FIRST: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr):
+    return tl.reshape(tl.permute(rows_of(tiles, FIRST, R), [2, 4, 1, 0, 3]), [PARTS, R, COLUMNS])
 
 
 @triton.jit
@@ -139,102 +227,142 @@ def zeros(COUNT: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def add_spans(
-    totals, spans, x, x_row, ROWS, one, start, K,
-    FORMAT: tl.constexpr, MATRICES: tl.constexpr, M: tl.constexpr, R: tl.constexpr, BLOCKS: tl.constexpr,
-    PARTS: tl.constexpr,
+def add_products(
+    sums, row_sums, words, right, one, BLOCK: tl.constexpr, STEP: tl.constexpr, SUMS: tl.constexpr,
+    FORMAT: tl.constexpr, TYPE: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """totals [PARTS, R, COLUMNS], M for each matrix, and what its span adds to them."""
-    TYPE: tl.constexpr = x.dtype.element_ty
-    MODE: tl.constexpr = FORMAT.mode
-    GROUP: tl.constexpr = FORMAT.group
-    SPAN: tl.constexpr = BLOCK * BLOCKS
-    sums = zeros(MATRICES * M, PARTS, R)
-    for block in tl.static_range(BLOCKS):
-        words = ()
-        for u in tl.static_range(MATRICES):
-            words = words + halves_of_words(spans[u], block, R, PARTS)
-        for half in tl.static_range(2):
-            code = (4 * block + tl.arange(0, 4)[:, None, None, None]) * 32 + 16 * half
-            at = start + tl.arange(0, PARTS)[None, None, :, None] * SPAN + code
-            live = (code // GROUP == tl.arange(0, COLUMNS)[None, :, None, None]) & (at < K)
-            right = ()
-            for m in tl.static_range(M):
-                right = right + operands(x + tl.minimum(m, ROWS - 1) * x_row, at, live, PARTS, MODE)
-            for i in tl.static_range(4):
-                more = ()
-                for u in tl.static_range(MATRICES):
-                    a = tl.reshape(pairs(words[2 * u + half], one, i, MODE, TYPE), [PARTS, R, 16])
-                    for m in tl.static_range(M):
-                        more = more + (tl.dot(a, right[4 * m + i], sums[u * M + m]),)
-                sums = more
+    """Add the products of one STEP of a block to its sums and, with the first block, to the SUMS of activations."""
+    CODES: tl.constexpr = 16 // FORMAT.bits
     more = ()
-    for u in tl.static_range(MATRICES):
-        scale = spans[u][R // 8 * BLOCKS]
-        if MODE == "affine":
-            scale, bias = scale.to(tl.float32), spans[u][R // 8 * BLOCKS + 1].to(tl.float32)
-            for m in tl.static_range(M):
-                plain = plain_sums(x + tl.minimum(m, ROWS - 1) * x_row, start, K, GROUP, SPAN, PARTS)
-                codes = sums[u * M + m] - plain * (128.0 if TYPE == tl.bfloat16 else 1024.0)
-                more = more + (totals[u * M + m] + (scale * codes + bias * plain),)
+    for m in tl.static_range(M):
+        if SUMS and BLOCK == 0 and FORMAT.mode == "affine":
+            more = more + (add_to_sums(row_sums[m], right[m][STEP], STEP % CODES, FORMAT, TYPE),)
         else:
-            step = e4m3_value(scale) if MODE == "nvfp4" else power_value(scale)
-            for m in tl.static_range(M):
-                value = sums[u * M + m] * (2.0**62 if TYPE == tl.bfloat16 else 2.0**14)
-                more = more + (totals[u * M + m] + value * step,)
+            more = more + (row_sums[m],)
+    row_sums, more = more, ()
+    pair = pairs(words[2 * BLOCK + STEP // CODES], one, STEP % CODES, FORMAT, TYPE)
+    a = tl.reshape(pair, [pair.shape[0], pair.shape[1], 16])
+    for other in tl.static_range(len(sums)):
+        if other // M == BLOCK:
+            more = more + (tl.dot(a, right[other % M][STEP], sums[other]),)
+        else:
+            more = more + (sums[other],)
+    return more, row_sums
+
+
+@triton.jit
+def add_span(
+    totals, tiles, right, row_sums, one,
+    FORMAT: tl.constexpr, TYPE: tl.constexpr, M: tl.constexpr, R: tl.constexpr, BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr, SPREAD: tl.constexpr,
+):  # fmt: skip
+    """M totals [PARTS, R, COLUMNS], and what a span adds to them. Where row_sums are not given, they are made here.
+
+    SPREAD: blocks take turns, so that products need not wait for the one before, which takes more registers.
+    """
+    CODES: tl.constexpr = 16 // FORMAT.bits
+    GROUPS: tl.constexpr = 4 * codes_loaded(FORMAT.bits) // FORMAT.group  # of a block
+    words, sums = (), zeros(BLOCKS * M, PARTS, R)
+    for block in tl.static_range(BLOCKS):
+        words = words + halves_of_words(tiles, R // 8 * block, R, PARTS)
+    given = row_sums
+    if given is None:
+        row_sums = ()
+        for _ in tl.static_range(M):
+            row_sums = row_sums + (zeros(2, PARTS, R),)
+    for outer in tl.static_range(2 * CODES if SPREAD else BLOCKS):
+        for inner in tl.static_range(BLOCKS if SPREAD else 2 * CODES):
+            sums, row_sums = add_products(
+                sums, row_sums, words, right, one, inner if SPREAD else outer, outer if SPREAD else inner,
+                given is None, FORMAT, TYPE, M,
+            )  # fmt: skip
+    scale = scales_of(tiles, R // 8 * BLOCKS, R, PARTS)
+    if FORMAT.mode == "affine":
+        scale, bias = scale.to(tl.float32), scales_of(tiles, R // 8 * (BLOCKS + 1), R, PARTS).to(tl.float32)
+    elif FORMAT.mode == "nvfp4":
+        scale = e4m3_value(scale)
+    else:
+        scale = power_value(scale)
+    column = tl.arange(0, COLUMNS)[None, None, :]
+    more = ()
+    for m in tl.static_range(M):
+        kept = sums[m]
+        for block in tl.static_range(1, BLOCKS):
+            kept = tl.where(column // GROUPS == block, sums[block * M + m], kept)
+        if FORMAT.mode == "affine":
+            plain, scaled = row_sums[m]
+            codes = kept - scaled * 128.0 if TYPE == tl.bfloat16 else (kept - scaled) * (1 << FORMAT.bits)
+            kept = scale * codes + bias * plain
+        else:
+            kept = kept * (2.0**62 if TYPE == tl.bfloat16 else 2.0**14) * scale
+        more = more + (totals[m] + kept,)
     return more
 
 
 @triton.jit
+def store_outputs(
+    totals, y, y_row, ROWS, first, N, factor, up_factor, ACTIVATION: tl.constexpr, M: tl.constexpr, R: tl.constexpr
+):
+    for m in tl.static_range(M):
+        result = tl.sum(tl.sum(totals[m], 2), 0)
+        if ACTIVATION is None:
+            result *= factor
+        else:
+            gate, up = tl.split(tl.permute(tl.reshape(result, [2, R // 2]), [1, 0]))
+            result = activated(gate * factor, ACTIVATION, False) * (up * up_factor)
+        rows = tl.minimum(tl.arange(0, result.shape[0]), tl.cast(N - 1 - first, tl.int32))
+        tl.store(y + tl.minimum(m, ROWS - 1) * y_row + (first + rows), result)
+
+
+@triton.jit
 def nibbles_kernel(
-    x, ids, w, up, y, N, K, ROWS, HEADS, x_row, x_head, y_row, y_head,
+    x, ids, w, up, y, N, K, ROWS, x_row, x_head, y_row, y_head,
     FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, M: tl.constexpr, R: tl.constexpr, BLOCKS: tl.constexpr,
-    PARTS: tl.constexpr, ONCE: tl.constexpr, OVERLAP: tl.constexpr,
+    PARTS: tl.constexpr, SPREAD: tl.constexpr, SCHEDULE: tl.constexpr, EVEN: tl.constexpr, JOBS: tl.constexpr,
+    OVERLAP: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y[row, head] = w[head] x[row, head], or w[ids[row, head]]; with an ACTIVATION, activation(w x) . (up x).
 
-    A program takes M rows of one head and R outputs, 16 or 32. ONCE promises that all parts together are whole rows.
+    A program takes M rows of one head and R outputs, 16 or 32; half as many with an ACTIVATION. In SCHEDULE "once" all
+    parts together are whole rows; so they are in "loop", where a program takes every so many blocks of outputs; in
+    "pieces" rows are longer. EVEN promises that rows have an even number of groups.
     """
     TYPE: tl.constexpr = x.dtype.element_ty
-    GROUP: tl.constexpr = FORMAT.group
-    SPAN: tl.constexpr = BLOCK * BLOCKS
-    MATRICES: tl.constexpr = 1 if ACTIVATION is None else 2
-    head = tl.program_id(1) % HEADS
-    row = (tl.program_id(1) // HEADS).to(tl.int64) * M
-    index = head.to(tl.int64)
-    if OVERLAP:
-        gdc_launch_dependents()
-        if ids is not None:
-            gdc_wait()  # ids may be as new as x; only weights are older than every kernel in flight
-    if ids is not None:
-        index = tl.load(ids + row * HEADS + head).to(tl.int64)
-    first = tl.program_id(0).to(tl.int64) * R
-    last = tl.cast(N - 1 - first, tl.int32)
-    matrices = (rows_from(matrix(w, index, FORMAT), first, K, GROUP),)
-    if ACTIVATION is not None:
-        matrices = matrices + (rows_from(matrix(up, index, FORMAT), first, K, GROUP),)
-    x += row * x_row + head.to(tl.int64) * x_head
-    y += row * y_row + head.to(tl.int64) * y_head
-    left = ROWS - row
+    GATED: tl.constexpr = ACTIVATION is not None
+    OUTPUTS: tl.constexpr = R // 2 if GATED else R
+    SPANS: tl.constexpr = 4 * codes_loaded(FORMAT.bits) * BLOCKS * PARTS
+    index, x, y, left = job_of(
+        x, ids, w, up, y, K, ROWS, x_row, x_head, y_row, y_head, FORMAT, ACTIVATION is not None, M, JOBS, OVERLAP,
+        AHEAD, EARLY,
+    )  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * OUTPUTS
+    w = matrix(w, index, FORMAT)
+    up = matrix(up, index, FORMAT) if GATED else w
     # The exponent under which codes are read; an instruction holds one constant only, and the mask is another.
-    one = ((0x43004300 if TYPE == tl.bfloat16 else 0x64006400) + tl.minimum(N, 0)).to(tl.uint32)
-    totals = zeros(MATRICES * M, PARTS, R)
-    if ONCE:
-        spans = spans_of(matrices, 0, last, K, FORMAT, MATRICES, R, BLOCKS, PARTS)
-        tl.debug_barrier()  # all is asked for before any is waited for; to spare registers, ptxas would not
-        if OVERLAP:
-            gdc_wait()
-        totals = add_spans(totals, spans, x, x_row, left, one, 0, K, FORMAT, MATRICES, M, R, BLOCKS, PARTS)
-    else:
-        if OVERLAP:
-            gdc_wait()
-        for start in range(0, K, SPAN * PARTS):
-            spans = spans_of(matrices, start, last, K, FORMAT, MATRICES, R, BLOCKS, PARTS)
+    one = ((0x43004300 if TYPE == tl.bfloat16 else 0x3C003C00) + tl.minimum(N, 0)).to(tl.uint32)
+    totals = zeros(M, PARTS, R)
+    tiles = span_of(w, up, first, 0, N, K, FORMAT, GATED, R, BLOCKS, PARTS, EVEN)
+    tl.debug_barrier()  # all is asked for before any is waited for; to spare registers, ptxas would not
+    if OVERLAP:
+        gdc_wait()
+    if SCHEDULE == "pieces":
+        for start in range(0, K, SPANS):
+            right = row_operands(x, x_row, left, start, K, FORMAT, M, BLOCKS, PARTS)
+            totals = add_span(totals, tiles, right, None, one, FORMAT, TYPE, M, R, BLOCKS, PARTS, SPREAD)
+            tiles = span_of(w, up, first, start + SPANS, N, K, FORMAT, GATED, R, BLOCKS, PARTS, EVEN)
             tl.debug_barrier()
-            totals = add_spans(totals, spans, x, x_row, left, one, start, K, FORMAT, MATRICES, M, R, BLOCKS, PARTS)
-    rows = tl.minimum(tl.arange(0, R), last)
-    for m in tl.static_range(M):
-        result = tl.sum(tl.sum(totals[m], 2), 0) * matrices[0][3]
-        if ACTIVATION is not None:
-            result = activated(result, ACTIVATION, False) * (tl.sum(tl.sum(totals[M + m], 2), 0) * matrices[1][3])
-        tl.store(y + tl.minimum(m, left - 1) * y_row + (first + rows), result)
+        store_outputs(totals, y, y_row, left, first, N, w[3], up[3], ACTIVATION, M, R)
+    else:
+        right = row_operands(x, x_row, left, 0, K, FORMAT, M, BLOCKS, PARTS)
+        if SCHEDULE == "once":
+            totals = add_span(totals, tiles, right, None, one, FORMAT, TYPE, M, R, BLOCKS, PARTS, SPREAD)
+            store_outputs(totals, y, y_row, left, first, N, w[3], up[3], ACTIVATION, M, R)
+        else:
+            sums = row_sums(right, FORMAT, TYPE, M, R, PARTS)
+            for block in range(tl.program_id(0), tl.cdiv(N, OUTPUTS), tl.num_programs(0)):
+                more = add_span(totals, tiles, right, sums, one, FORMAT, TYPE, M, R, BLOCKS, PARTS, SPREAD)
+                next = tl.cast(block + tl.num_programs(0), tl.int64) * OUTPUTS
+                tiles = span_of(w, up, next, 0, N, K, FORMAT, GATED, R, BLOCKS, PARTS, EVEN)
+                tl.debug_barrier()
+                first = tl.cast(block, tl.int64) * OUTPUTS
+                store_outputs(more, y, y_row, left, first, N, w[3], up[3], ACTIVATION, M, R)

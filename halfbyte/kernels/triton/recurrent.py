@@ -5,6 +5,8 @@ token each, from the L1 after the first. The program of a request's first tokens
 one, so no two programs meet there. The gates are one pass over small rows. The kernels of the rule are in delta.py.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,22 +19,21 @@ CHUNK = 64
 
 # 2026-11-15, H200, 16 key heads and 32 value heads of 128.
 # Steps, us for one token: (4, 1) 2.8, (2, 1) 3.3; without overlap (4, 1) 3.4, (4, 2) and (8, 4) 3.6. 16 tokens: 11.
-# Matrices of 2048 tokens: 4 warps 92 us, 8 warps 192.
-# Scan of 2048 tokens: (32, 4, 2) 118 us, (32, 8, 2) 157, (64, 4, 2) 184, (16, 4, 2) 202.
+# Matrices of 16384 tokens, by registers of a thread: 223 295 us, 168 263, 128 279.
+# Scan of 16384 tokens: 660 us; each term a product of its own 673, 64 rows of S^T in registers 1280.
 OVERLAPPING = 4096  # programs; one token of one request then takes 2.8 us instead of 3.4, but of 32 requests 41, not 36
 CHUNKED_FROM = 64  # tokens of a call
 STEPS = 4, 1  # rows of a program, warps
-MATRICES_WARPS = 4, 8  # of bfloat16 and of other tensors
-CHUNKS_AT_ONCE = 16384  # of all heads; each takes 41 KB with 128 by 128 states
+MATRICES_REGISTERS = 168
+CHUNKS_AT_ONCE = 16384  # of all heads; each takes 57 KB with 128 by 128 states
 
 
-def scan_launch(shared, split, block_k):
-    """Value columns of a program, warps, and stages of the loads: two where they fit."""
-    if not split:
-        return 16, 8, 1
-    block_v = 32 if block_k <= 128 else 16
-    stage = 2 * CHUNK * (2 * block_k + 3 * CHUNK + block_v)
-    return block_v, 4, 2 if 2 * stage + 4 * block_k * block_v + 8192 <= shared else 1
+def scan_launch(shared, block_k, Dv):
+    """Value columns of a program, warps, and stages of the loads: as many as fit."""
+    block_v = min(32 if block_k <= 128 else 16, max(16, triton.next_power_of_2(Dv)))
+    stage = 2 * CHUNK * (2 * block_k + 3 * CHUNK + block_v) + 8 * CHUNK
+    room = shared - 4 * block_k * block_v - 4096
+    return block_v, 4, max(1, min(3, room // stage))
 
 
 @triton.jit
@@ -185,7 +186,8 @@ def gated_delta(q, k, v, g, beta, state, *, slots=None, form=None, in_place=True
     o = torch.empty_like(v, memory_format=torch.contiguous_format) if o is None else o
     into = state if in_place else torch.empty(B, Hv, Dv, Dk, dtype=state.dtype, device=v.device) if new is None else new
     if B and L:
-        chunked = form == "chunked" or (form is None and L >= CHUNKED_FROM)
+        narrow = all(x.dtype in (torch.bfloat16, torch.float16) for x in (q, k, v))
+        chunked = narrow and (form == "chunked" or (form is None and L >= CHUNKED_FROM))
         chunked = chunked and (Dk <= 128 or facts(v.device).shared >= 200_000)  # what the chunks of larger keys need
         (launch_chunks if chunked else launch_steps)(q, k, v, g, beta, state, into, slots, o, in_place)
     elif not in_place:
@@ -205,37 +207,72 @@ def launch_steps(q, k, v, g, beta, state, into, slots, o, in_place):
     )  # fmt: skip
 
 
+class Matrices(NamedTuple):
+    """What the scan of some chunks needs and the state does not change, in memory: see chunk_matrices_kernel."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    products: torch.Tensor
+    triangles: torch.Tensor
+    mix: torch.Tensor
+    decays: torch.Tensor
+    scalars: torch.Tensor
+
+
 def launch_chunks(q, k, v, g, beta, state, into, slots, o, in_place):
-    """In pieces, so that a long prompt or a large batch does not need memory without bounds. They change no bits."""
-    B, L, Hv = v.shape[:3]
-    size = max(1, CHUNKS_AT_ONCE // (B * Hv)) * CHUNK
+    """In pieces, so that a long prompt or a large batch does not need memory without bounds. They change no bits.
+
+    The matrices of a piece need nothing of the one before. They are made while that is scanned, in other memory.
+    """
+    (B, L, Hk, Dk), Hv = q.shape, v.shape[2]
+    chunks, heads = triton.cdiv(L, CHUNK), 2 if Hv // Hk % 2 == 0 else 1
+    chunks = min(chunks, max(1, CHUNKS_AT_ONCE // (B * Hv)))
+    block_k = max(16, triton.next_power_of_2(Dk))
+
+    def scratch(*shape, dtype=torch.float32):
+        return torch.empty(B, chunks, *shape, dtype=dtype, device=v.device)
+
+    def matrices():
+        return Matrices(
+            queries=scratch(Hk, CHUNK, block_k, dtype=torch.float16),
+            keys=scratch(Hk, CHUNK, block_k, dtype=torch.float16),
+            products=scratch(Hv // heads, 2, CHUNK, CHUNK),
+            triangles=scratch(Hv, CHUNK, CHUNK),
+            mix=scratch(Hv, CHUNK, CHUNK, dtype=torch.float16),
+            decays=scratch(Hv, 2, CHUNK),
+            scalars=scratch(Hv, 8),
+        )
+
+    size = chunks * CHUNK
+    memory = [matrices() for _ in range(min(2, triton.cdiv(L, size)))]
     for start in range(0, L, size):
-        now = slice(start, start + size)
-        launch_piece(q[:, now], k[:, now], v[:, now], g[:, now], beta[:, now], state, into, slots, o[:, now], in_place)
+        Q, K, V, G, rates, y = (x[:, start : start + size] for x in (q, k, v, g, beta, o))
+        made = memory[start // size % 2]
+        launch_matrices(Q, K, G, rates, made, heads, early=start > 0)
+        launch_scan(V, state, into, slots, y, made, in_place, Dk, more=start + size < L)
         if not in_place:
             state, slots = into, None
 
 
-def launch_piece(q, k, v, g, beta, state, into, slots, o, in_place):
-    (B, L, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
-    split = all(x.dtype == torch.bfloat16 for x in (q, k, v))
-    chunks, block_k = triton.cdiv(L, CHUNK), max(16, triton.next_power_of_2(Dk))
-
-    def scratch(*shape, dtype=torch.float16 if split else torch.float32):
-        return torch.empty(B, chunks, *shape, dtype=dtype, device=v.device)
-
-    queries, keys = scratch(Hk, CHUNK, block_k), scratch(Hk, CHUNK, block_k)
-    solve, mix = scratch(Hv, 2 if split else 1, CHUNK, CHUNK), scratch(Hv, CHUNK, CHUNK)
-    decays, scalars = scratch(Hv, 3, CHUNK, dtype=torch.float32), scratch(Hv, 8, dtype=torch.float32)
-    chunk_matrices_kernel[(chunks, Hk, B)](
-        q, k, g, beta, queries, keys, solve, mix, decays, scalars,
+def launch_matrices(q, k, g, beta, made, heads, early):
+    (B, L, Hk, Dk), Hv = q.shape, g.shape[2]
+    nvidia = facts(q.device).capability > 0
+    chunk_matrices_kernel[(triton.cdiv(L, CHUNK), Hv // heads, B)](
+        q, k, g, beta, made.queries, made.keys, made.products, made.triangles, made.triangles.view(torch.float16),
+        made.mix, made.decays, made.scalars,
         q.stride(), k.stride(), g.stride(), beta.stride(),
-        L, Hk, Hv // Hk, Dk, split, CHUNK, block_k, num_warps=MATRICES_WARPS[not split],
+        L, Hk, int(early), Hv // Hk, heads, Dk, CHUNK, made.keys.shape[-1], not nvidia,
+        num_warps=4, num_stages=1, **({"maxnreg": MATRICES_REGISTERS} if nvidia else {}), **overlap(q.device),
     )  # fmt: skip
-    block_v, warps, stages = scan_launch(facts(v.device).shared, split, block_k)
+
+
+def launch_scan(v, state, into, slots, o, made, in_place, Dk, more):
+    (B, L, Hv, Dv), (Hk, block_k) = v.shape, (made.keys.shape[2], made.keys.shape[-1])
+    block_v, warps, stages = scan_launch(facts(v.device).shared, block_k, Dv)
     chunk_scan_kernel[(triton.cdiv(Dv, block_v), Hv, B)](
-        v, state, into, slots, o, queries, keys, solve, mix, decays, scalars,
+        v, state, into, slots, o, made.queries, made.keys, made.triangles.view(torch.float16),
+        made.mix, made.decays, made.scalars,
         v.stride(), state.stride(), into.stride(), o.stride(),
-        L, Hv, Hv // Hk, Dk, Dv, slots is not None, in_place, split,
-        CHUNK, block_k, block_v, num_warps=warps, num_stages=stages,
+        L, Hv, int(more), Hv // Hk, Dk, Dv, slots is not None, in_place,
+        CHUNK, block_k, block_v, num_warps=warps, num_stages=stages, **overlap(v.device),
     )  # fmt: skip

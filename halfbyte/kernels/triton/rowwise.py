@@ -133,14 +133,19 @@ def store_norm(
 
 
 @triton.jit
+def tile_of(rows, tokens, heads, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a program's rows lie, which of them exist, and its first columns."""
+    first = tl.program_id(0) * ROWS
+    inside = (first + tl.arange(0, ROWS) < rows)[:, None]
+    return rows_at(first, ROWS, tokens, heads), inside, tl.arange(0, BLOCK)
+
+
+@triton.jit
 def rms_norm_kernel(
     x, weight, eps, add, mul, gate, residual, number, scale, SCALE_STEP: tl.constexpr, y, s_out, copy, rows, tokens,
     heads, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * ROWS
-    at = rows_at(first, ROWS, tokens, heads)
-    inside = (first + tl.arange(0, ROWS) < rows)[:, None]
-    columns = tl.arange(0, BLOCK)
+    at, inside, columns = tile_of(rows, tokens, heads, ROWS, BLOCK)
     if D <= BLOCK:
         mask = inside & (columns < D)[None, :]
         by = norm_factors(weight, mul, gate, at, columns, mask, D, PRECISE)
@@ -272,10 +277,7 @@ def rms_norm_chain_kernel(
     x, weight, residual, weights, eps, residual2, number, scale, SCALE_STEP: tl.constexpr, r_out, ys, rows, tokens,
     heads, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * ROWS
-    at = rows_at(first, ROWS, tokens, heads)
-    inside = (first + tl.arange(0, ROWS) < rows)[:, None]
-    columns = tl.arange(0, BLOCK)
+    at, inside, columns = tile_of(rows, tokens, heads, ROWS, BLOCK)
     if D <= BLOCK:
         mask = inside & (columns < D)[None, :]
         r = load_rows(x, at, columns, mask)

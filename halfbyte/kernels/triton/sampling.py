@@ -1,61 +1,53 @@
-"""Sampling without sorting the vocabulary: at most three launches, whatever the filters.
+"""Sampling without sorting the vocabulary: at most five launches, whatever the filters.
 
 A token's score and id make one integer that orders tokens as the op does: larger scores first, then lower ids. A draw
 is then the largest integer of s + g, and what top-k and top-p leave is everything from one integer up: the cut.
 
-1. `score_kernel`: many programs a row. Each chunk's largest logit, largest s + g and sum of exp, and the peak of
-   each block. Rows without filters are then decided but for the last maximum.
-2. `gather_kernel`: the peaks, or the mass that a tail can have at most, bound the cut from below; what is above the
-   bound is copied to a list. The places in it come from a counter, so their order is chance, but nothing depends on it.
-3. `choose_kernel`: one program a row bisects the list to the cut, for top-k, then for top-p, and draws from the rest.
+1. `score_kernel`, many programs a row: each chunk's largest s, and of rows without filters its largest s + g or logit.
+   Rows with top-k get the peak of each small block, rows with top-p alone each chunk's sum of exp.
+2. `plan_kernel`, one program a row: what kind of row it is, and a floor that the cut is not below: for top-k a rank
+   that k peaks reach, for top-p what leaves a tail of 1 - p even if all tokens were there.
+3. `sift_kernel`, many: top-k lists what is above the floor, few more than k tokens; top-p alone adds what tokens weigh
+   into bins between the floor and the largest.
+4. `draw_kernel`, many: rows with top-p alone draw from the bins above the one with the cut and list that one's tokens;
+   rows with min-p alone draw from what is above the floor.
+5. `choose_kernel`, one program a row: finds the cut in the list, by comparing all pairs where it is short, else by
+   bisection, draws from what is above it, and takes the largest of all draws.
 
-Counts and masses are integers (a mass in units of 2^-62 of the row), so sums do not depend on their order.
+Counts and masses are integers (a mass in units of 2^-62 of the row), so sums do not depend on their order; neither
+does anything depend on the order of a list, whose places come from a counter.
 """
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# 2026-11-15, chosen for an H200 and 248320 tokens.
-CHUNK = 2048  # tokens a program of the first two kernels has
-PEAK = 256  # tokens of a block, at least
-PEAKS = 1024  # blocks of a row, at most: every gathering program looks at all of them
-LIST = 2048  # listed tokens that are looked at together
+from .device import overlap
+from .lists import MASS, NOTHING, draw_few, draw_many, gumbel, id_of, ordered, rank, ranked, share, words
+
+# 2026-11-15, H200, 248320 bfloat16 logits, medians in a graph. One row: greedy 4.4 us, a plain draw 5.1, top-k 20 with
+# top-p 0.8 13.5 (score 2.6, plan 3.8, sift 3.1, draw 0.7, choose 3.4), top-k 1000 44, top-p 0.95 19.6 of peaked logits
+# and 33 of flat ones. 64 rows: a plain draw 76 us, mixed filters 173.
+CHUNK = 2048  # tokens of a program; 4096: 1 to 6 us more for one row, 1024 with 4 warps: 10 more for flat top-p
+PEAK = 128  # tokens of a block, at least
+PEAKS = 2048  # blocks of a row, at most
+BINS, COPIES = 1024, 4  # one copy: top-p of flat logits 8 us more; 64 such rows 804 us instead of 577
+FEW = 64  # listed tokens that are compared with each other; another variant takes four times as many
+PAIRED = 32  # of them at a time; 64 spill
+LIST = 512  # tokens of a longer list that are looked at together; 2048: 7 to 9 us more
 WARPS = 8
 MINUS_INF = tl.constexpr(float("-inf"))
-LAST_ID = tl.constexpr(0x7FFFFFFF)
-NOTHING = tl.constexpr(-(2**63))  # below every token
-MASS = tl.constexpr(2.0**62)  # of a whole row
-TERM = tl.constexpr(2.0**40)  # of the largest exp in a sum of up to 2^22
+LEAST = tl.constexpr(-3.4028234663852886e38)  # of the finite numbers
+# What a row needs after its scores: nothing, a list for top-k, bins for top-p alone, a draw above the bar of min-p.
+DECIDED, LISTED, BINNED, BARRED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit
-def rank(value):
-    """An integer that grows with the value; -0 equals 0."""
-    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def ranked(bits):
-    """The value of a rank."""
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def ordered(value, ids):
-    """An integer that grows with the value and, among equal values, falls with the id."""
-    return (rank(value).to(tl.int64) << 32) | (ids ^ LAST_ID).to(tl.int64)
-
-
-@triton.jit
-def value_of(order):
-    return ranked((order >> 32).to(tl.int32))
-
-
-@triton.jit
-def id_of(order):
-    return (order & LAST_ID).to(tl.int32) ^ LAST_ID
+def begin(OVERLAP: tl.constexpr):
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -67,15 +59,39 @@ def finite(top):
 @triton.jit
 def field(values, row, off: tl.constexpr):
     """A row's parameter, or what it is when it is off."""
-    return off if values is None else tl.load(values + row).to(tl.float32)
+    return tl.full([], off, tl.float32) if values is None else tl.load(values + row).to(tl.float32)
 
 
 @triton.jit
-def scores(logits, counts, temperature, repetition, presence, frequency, row, ids, V, logit_strides, count_strides):
+def filters(given, row, V):
+    """(k, p, least) of a row, each 0, 1 and 0 where off."""
+    top_k, top_p, min_p = given
+    k = tl.full([], 0, tl.int32) if top_k is None else tl.load(top_k + row)
+    p = tl.full([], 1.0, tl.float64) if top_p is None else tl.load(top_p + row).to(tl.float64)
+    return tl.where(k >= V, 0, k), p, field(min_p, row, 0.0)
+
+
+@triton.jit
+def is_sure(top, temperature, row):
+    """Whether the largest logit is taken without a draw, by what its largest s is."""
+    return (top == float("inf")) | (top == MINUS_INF) | (field(temperature, row, 1.0) == 0)
+
+
+@triton.jit
+def chunk_of(chunks, CHUNK: tl.constexpr):
+    """The row of a program, and its tokens' ids: eight a thread are 16 bytes of bfloat16, and two random counters."""
+    row, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    octet = chunk * (CHUNK // 8) + tl.arange(0, CHUNK // 8)
+    return row.to(tl.int64), octet[:, None] * 8 + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def scores(given, row, ids, V):
     """(x, s): logits after the penalties, and divided by the temperature; -inf for NaN and past the end.
 
     Every operation rounds as in the torch body, so that both compare the same numbers.
     """
+    logits, counts, temperature, repetition, presence, frequency, logit_strides, count_strides = given
     inside, at = ids < V, ids.to(tl.int64)
     x = tl.load(logits + row * logit_strides[0] + at * logit_strides[1], mask=inside, other=MINUS_INF).to(tl.float32)
     if counts is not None:
@@ -96,66 +112,41 @@ def scores(logits, counts, temperature, repetition, presence, frequency, row, id
 
 
 @triton.jit
-def gumbel(bits):
-    """-log(-log(u)) of a uniform u inside (0, 1) that is exact in float32."""
-    u = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-    return -tl.log(-tl.log(u))
+def noisy(seeds, positions, row, ids, s, CHUNK: tl.constexpr):
+    """The orders of s + g of a program's tokens."""
+    a, b, c, d = words(seeds, positions, row, tl.min(ids, 1)[:, None] // 4 + tl.arange(0, 2)[None, :])
+    bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (CHUNK // 8, 8))
+    return ordered(s + gumbel(bits), ids)
 
 
 @triton.jit
-def words(seeds, positions, row, block):
-    """Four random words for the tokens 4 block .. 4 block + 3."""
-    position = tl.load(positions + row).to(tl.int64)
-    near = (position & 0xFFFFFFFF).to(tl.uint32) + tl.zeros_like(block).to(tl.uint32)
-    far = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32) + tl.zeros_like(near)
-    return tl.philox(tl.load(seeds + row), block.to(tl.uint32), near, far, tl.zeros_like(near), 10)
+def largest(order):
+    return tl.max(tl.max(order, 1), 0)
 
 
 @triton.jit
 def score_kernel(
-    logits, counts, temperature, repetition, presence, frequency, seeds, positions, peaks, tops, masses, largest, drawn,
-    listed, V, chunks, blocks, logit_strides, count_strides,
-    CHUNK: tl.constexpr, PEAK: tl.constexpr, FILTERED: tl.constexpr,
+    given, given_filters, seeds, positions, tops, best, peaks, masses, V, chunks, blocks,
+    CHUNK: tl.constexpr, PEAK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a row: what it says of the row's maximum, draw and mass."""
-    row, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
-    # Eight tokens a thread: 16 bytes of bfloat16, and two counters.
-    octet = chunk * (CHUNK // 8) + tl.arange(0, CHUNK // 8)
-    ids = octet[:, None] * 8 + tl.arange(0, 8)
-    x, s = scores(
-        logits, counts, temperature, repetition, presence, frequency, row, ids, V, logit_strides, count_strides
-    )
-    if field(temperature, row, 1.0) != 0:
-        a, b, c, d = words(seeds, positions, row, octet[:, None] * 2 + tl.arange(0, 2))
-        bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (CHUNK // 8, 8))
-        tl.store(drawn + tl.program_id(0), tl.max(tl.reshape(ordered(s + gumbel(bits), ids), (CHUNK,)), 0))
-    tl.store(largest + tl.program_id(0), tl.max(tl.reshape(ordered(x, ids), (CHUNK,)), 0))
-    peak = tl.max(tl.reshape(s, (CHUNK // PEAK, PEAK)), 1)
+    """What one chunk says of its row's largest s, of its draw if it has no filters, of its floor if it has."""
+    begin(OVERLAP)
+    row, ids = chunk_of(chunks, CHUNK)
+    x, s = scores(given, row, ids, V)
+    k, p, least = filters(given_filters, row, V)
+    peak = tl.max(tl.reshape(tl.max(s, 1), (CHUNK // PEAK, PEAK // 8)), 1)
     top = tl.max(peak, 0)
     tl.store(tops + tl.program_id(0), top)
-    if FILTERED:
-        block = chunk * (CHUNK // PEAK) + tl.arange(0, CHUNK // PEAK)
-        tl.store(peaks + row * blocks + block, peak, mask=block < blocks)
-        mass = tl.sum(tl.reshape(tl.exp(s - finite(top)), (CHUNK,)), 0)
-        tl.store(masses + tl.program_id(0), mass)
-        tl.store(listed + row, 0, mask=chunk == 0)
-
-
-@triton.jit
-def row_state(tops, masses, temperature, top_k, top_p, min_p, row, chunks, V, CHUNKS: tl.constexpr):
-    """A row's largest s, its sum of exp(s - largest), and its filters (k, p, least), each 0, 1 and 0 where off."""
-    chunk = tl.arange(0, CHUNKS)
-    each = tl.load(tops + row * chunks + chunk, mask=chunk < chunks, other=MINUS_INF)
-    mass = tl.load(masses + row * chunks + chunk, mask=chunk < chunks, other=0.0)
-    top = tl.max(each, 0)
-    total = tl.sum(mass * tl.exp(each - finite(top)), 0)
-    sure = (top == float("inf")) | (top == MINUS_INF) | (field(temperature, row, 1.0) == 0)
-    k = 0 if top_k is None else tl.load(top_k + row)
-    k = tl.where((k >= V) | sure, 0, k)
-    p = tl.full([], 1.0, tl.float64) if top_p is None else tl.load(top_p + row).to(tl.float64)
-    p = tl.where(sure, 1.0, p)
-    least = tl.where(sure, 0.0, field(min_p, row, 0.0))
-    return top, total, k, p, least
+    if is_sure(top, given[2], row):
+        tl.store(best + tl.program_id(0), largest(ordered(x, ids)))
+    elif (k == 0) & (p == 1) & (least == 0):
+        tl.store(best + tl.program_id(0), largest(noisy(seeds, positions, row, ids, s, CHUNK)))
+    if peaks is not None:
+        if k > 0:
+            block = (tl.program_id(0) % chunks) * (CHUNK // PEAK) + tl.arange(0, CHUNK // PEAK)
+            tl.store(peaks + row * blocks + block, peak, mask=block < blocks)
+        elif p < 1:
+            tl.store(masses + tl.program_id(0), tl.sum(tl.sum(tl.exp(s - finite(top)), 1), 0))
 
 
 @triton.jit
@@ -163,7 +154,7 @@ def reach(each, k, many):
     """A rank that at least k of the `many` largest of `each` reach, and few more than k."""
     low, high = tl.min(each, 0), tl.max(each, 0)
     many += tl.zeros_like(low)  # an argument of 1 is a constant, which a loop cannot change
-    while (many > 2 * k) & (low < high):
+    while (many > k + k // 8 + 16) & (low < high):
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # their difference may overflow
         above = tl.sum((each >= middle).to(tl.int32), 0)
         low, high = tl.where(above >= k, middle, low), tl.where(above >= k, high, middle - 1)
@@ -172,144 +163,160 @@ def reach(each, k, many):
 
 
 @triton.jit
-def gather_kernel(
-    logits, counts, temperature, repetition, presence, frequency, top_k, top_p, min_p, peaks, tops, masses, listed,
-    lists, V, chunks, blocks, logit_strides, count_strides,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCKS: tl.constexpr,
+def plan_kernel(
+    temperature, given_filters, tops, peaks, masses, kinds, plans, targets, listed, bins, V, chunks, blocks,
+    CHUNKS: tl.constexpr, BLOCKS: tl.constexpr, BINS: tl.constexpr, COPIES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tokens of a chunk that the cut may leave."""
-    row, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
-    top, total, k, p, least = row_state(tops, masses, temperature, top_k, top_p, min_p, row, chunks, V, CHUNKS)
-    if (k > 0) | (p < 1) | (least > 0):
-        floor = MINUS_INF
-        if k > 0:
-            if k <= blocks:
-                # k blocks have a token above the k-th largest peak.
-                block = tl.arange(0, BLOCKS)
-                peak = tl.load(peaks + row * blocks + block, mask=block < blocks, other=MINUS_INF)
-                floor = ranked(reach(rank(peak), k, blocks))
-        elif p < 1:
-            # All below the floor together weigh at most V exp(floor - top), here a little less than (1 - p) total.
-            floor = top + tl.log(((1 - p) * total / V).to(tl.float32)) - 0.01
+    """A row's kind and its (largest s, floor, bins in one unit of s, sum of exp(s - largest))."""
+    begin(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    chunk, block = tl.arange(0, CHUNKS), tl.arange(0, BLOCKS)
+    # All loads first, also of what only some kinds have.
+    each = tl.load(tops + row * chunks + chunk, mask=chunk < chunks, other=MINUS_INF)
+    mass = tl.load(masses + row * chunks + chunk, mask=chunk < chunks, other=0.0)
+    peak = tl.load(peaks + row * blocks + block, mask=block < blocks, other=MINUS_INF)
+    k, p, least = filters(given_filters, row, V)
+    top = tl.max(each, 0)
+    kind = tl.where(k > 0, LISTED, tl.where(p < 1, BINNED, tl.where(least > 0, BARRED, DECIDED)))
+    kind = tl.where(is_sure(top, temperature, row), DECIDED, kind)
+    total, floor, scale = 1.0, MINUS_INF, 0.0
+    if kind == LISTED:
+        if k <= blocks:
+            # k blocks have a token above the k-th largest peak.
+            floor = ranked(reach(rank(peak), k, blocks))
+        tl.store(listed + row, 0)
+    elif kind == BINNED:
+        total = tl.sum(mass * tl.exp(each - top), 0)
+        # All below the floor together weigh at most V exp(floor - top), here a little less than (1 - p) total.
+        below = tl.log(((1 - p) * total / V).to(tl.float32)) - 0.01
+        floor, scale = top + below, BINS / -below
+        tl.store(listed + row, 0)
+        tl.store(bins + row * COPIES * BINS + tl.arange(0, COPIES * BINS), tl.zeros([COPIES * BINS], tl.int64))
+    elif kind == BARRED:
+        floor = top + tl.log(least)
+    tl.store(kinds + row, kind)
+    tl.store(targets + row, (p * MASS).to(tl.int64))
+    tl.store(plans + row * 4, top)
+    tl.store(plans + row * 4 + 1, floor)
+    tl.store(plans + row * 4 + 2, scale)
+    tl.store(plans + row * 4 + 3, total)
+
+
+@triton.jit
+def plan_of(plans, row):
+    at = plans + row * 4
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def bin_of(s, above, top, scale, BINS: tl.constexpr):
+    """Falls as s grows, the same for equal s; only for what is above the floor."""
+    return tl.minimum((tl.where(above, top - s, 0.0) * scale).to(tl.int32), BINS - 1)
+
+
+@triton.jit
+def cut_bin(bins, row, target, BINS: tl.constexpr, COPIES: tl.constexpr):
+    """The bin in which the target is reached, and what those above it weigh."""
+    weights = tl.zeros([BINS], tl.int64)
+    for copy in tl.static_range(COPIES):
+        weights += tl.load(bins + (row * COPIES + copy) * BINS + tl.arange(0, BINS))
+    sums = tl.cumsum(weights, 0)
+    return tl.sum((sums < target).to(tl.int32), 0), tl.max(tl.where(sums < target, sums, 0), 0)
+
+
+@triton.jit
+def append(lists, listed, row, V, order, chosen):
+    """Adds the chosen ones of a program's orders to the row's list."""
+    ones = chosen.to(tl.int32)
+    each = tl.sum(ones, 1)
+    first = tl.atomic_add(listed + row, tl.sum(each, 0), sem="relaxed")
+    place = (first + tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(ones, 1) - ones
+    tl.store(lists + row * V + place, order, mask=chosen)
+
+
+@triton.jit
+def sift_kernel(
+    given, tops, kinds, plans, listed, lists, bins, V, chunks,
+    CHUNK: tl.constexpr, BINS: tl.constexpr, COPIES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """What one chunk adds to its row's list or bins."""
+    begin(OVERLAP)
+    row, ids = chunk_of(chunks, CHUNK)
+    kind = tl.load(kinds + row)
+    top, floor, scale, total = plan_of(plans, row)
+    if ((kind == LISTED) | (kind == BINNED)) & (tl.load(tops + tl.program_id(0)) >= floor):
+        s = scores(given, row, ids, V)[1]
+        above = (s >= floor) & (s > MINUS_INF)  # -inf is never drawn where anything else is
+        if kind == LISTED:
+            append(lists, listed, row, V, ordered(s, ids), above)
         else:
-            floor = top + tl.log(least)
+            copy = row * COPIES + tl.program_id(0) % COPIES  # of the bins: programs seldom wait for each other
+            place = bins + copy * BINS + bin_of(s, above, top, scale, BINS)
+            tl.atomic_add(place, share(s, top, total), mask=above, sem="relaxed")
+
+
+@triton.jit
+def draw_kernel(
+    given, given_filters, seeds, positions, tops, best, kinds, plans, targets, listed, lists, bins, V, chunks,
+    CHUNK: tl.constexpr, BINS: tl.constexpr, COPIES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The draw from what is surely left of one chunk; what may be left is listed."""
+    begin(OVERLAP)
+    row, ids = chunk_of(chunks, CHUNK)
+    kind = tl.load(kinds + row)
+    if (kind == BINNED) | (kind == BARRED):
+        top, floor, scale, _ = plan_of(plans, row)
+        drawn = tl.full([], NOTHING, tl.int64)
         if tl.load(tops + tl.program_id(0)) >= floor:
-            ids = chunk * CHUNK + tl.arange(0, CHUNK)
-            _, s = scores(
-                logits, counts, temperature, repetition, presence, frequency, row, ids, V, logit_strides, count_strides
-            )
-            above = (s >= floor) & (s > MINUS_INF)  # -inf is never drawn where anything else is
-            inside = above.to(tl.int32)
-            first = tl.atomic_add(listed + row, tl.sum(inside, 0), sem="relaxed")
-            place = first + tl.cumsum(inside, 0) - inside
-            tl.store(lists + row * V + place, ordered(s, ids), mask=above)
-
-
-@triton.jit
-def weigh(order, top, total, ONES: tl.constexpr):
-    """What a token counts towards its cut: one, or its probability in units of 2^-62."""
-    if ONES:
-        return tl.full(order.shape, 1, tl.int64)
-    else:
-        return (tl.div_rn(tl.exp(value_of(order) - top), total) * MASS).to(tl.int64)
-
-
-@triton.jit
-def weigh_between(list, many, low, middle, high, top, total, ONES: tl.constexpr, LIST: tl.constexpr):
-    """(weight, count, least) of the listed tokens from `middle` up to below `high`, and one past the largest of those
-    from `low` up to below `middle`."""
-    weight, count = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
-    least, past = high, low
-    for first in range(0, many, LIST):
-        at = first + tl.arange(0, LIST)
-        order = tl.load(list + at, mask=at < many, other=NOTHING)
-        between = (order >= middle) & (order < high)
-        weight += tl.sum(tl.where(between, weigh(order, top, total, ONES), 0), 0)
-        count += tl.sum(between.to(tl.int32), 0)
-        least = tl.minimum(least, tl.min(tl.where(between, order, high), 0))
-        past = tl.maximum(past, tl.max(tl.where((order >= low) & (order < middle), order + 1, low), 0))
-    return weight, count, least, past
-
-
-@triton.jit
-def keep_between(list, many, low, high, kept, LIST: tl.constexpr):
-    """Copies the tokens from `low` up to below `high` to `kept`, which may be `list`: a chunk is read, then written."""
-    count = tl.full([], 0, tl.int32)
-    for first in range(0, many, LIST):
-        at = first + tl.arange(0, LIST)
-        order = tl.load(list + at, mask=at < many, other=NOTHING)
-        between = (order >= low) & (order < high)
-        ones = between.to(tl.int32)
-        tl.store(kept + count + tl.cumsum(ones, 0) - ones, order, mask=between)
-        count += tl.sum(ones, 0)
-        tl.debug_barrier()
-
-
-@triton.jit
-def cut(list, spare, many, low, target, top, total, ONES: tl.constexpr, LIST: tl.constexpr):
-    """The least token of the fewest largest, from `low` up, that weigh the target together; `low` if all do not."""
-    high = ordered(top, tl.zeros_like(many)) + 1
-    weight, between, low, _ = weigh_between(list, many, low, low, high, top, total, ONES, LIST)
-    between = tl.where(weight < target, 0, between)
-    beyond = tl.zeros_like(target)
-    # Tokens from `low` up weigh the target, those from `high` up do not: until only one is between. Both ends move on
-    # to the next token, so that equal values, whose orders are close together, cost no more halvings than others.
-    while between > 1:
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        weight, above, least, past = weigh_between(list, many, low, middle, high, top, total, ONES, LIST)
-        enough = beyond + weight >= target
-        low, high = tl.where(enough, least, low), tl.where(enough, high, past)
-        beyond, between = tl.where(enough, beyond, beyond + weight), tl.where(enough, above, between - above)
-        if (many > LIST) & (2 * between <= many):
-            keep_between(list, many, low, high, spare, LIST)
-            list, many = spare, between
-    return low
+            p, least = filters(given_filters, row, V)[1:]
+            s = scores(given, row, ids, V)[1]
+            left = s >= floor
+            if kind == BINNED:
+                target = (p * MASS).to(tl.int64)
+                last, beyond = cut_bin(bins, row, target, BINS, COPIES)
+                tl.store(targets + row, target - beyond)  # the same from every program
+                place = bin_of(s, left, top, scale, BINS)
+                append(lists, listed, row, V, ordered(s, ids), left & (place == last))
+                left = left & (place < last) & (s >= top + tl.log(least))
+            drawn = largest(tl.where(left, noisy(seeds, positions, row, ids, s, CHUNK), NOTHING))
+        tl.store(best + tl.program_id(0), drawn)
 
 
 @triton.jit
 def choose_kernel(
-    temperature, top_k, top_p, min_p, seeds, positions, tops, masses, largest, drawn, listed, lists, spares,
-    out, V, chunks, out_stride, CHUNKS: tl.constexpr, LIST: tl.constexpr, FILTERED: tl.constexpr,
+    temperature, given_filters, seeds, positions, tops, best, kinds, plans, targets, listed, lists, spares, out, V,
+    chunks, out_stride, CHUNKS: tl.constexpr, FEW: tl.constexpr, PAIRED: tl.constexpr, LIST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The token of one row."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.arange(0, CHUNKS)
-    inside = chunk < chunks
-    top = tl.max(tl.load(tops + row * chunks + chunk, mask=inside, other=MINUS_INF), 0)
-    sure = (top == float("inf")) | (top == MINUS_INF) | (field(temperature, row, 1.0) == 0)
-    best = tl.where(sure, largest, drawn)
-    chosen = tl.max(tl.load(best + row * chunks + chunk, mask=inside, other=NOTHING), 0)
-    if FILTERED:
-        top, total, k, p, least = row_state(tops, masses, temperature, top_k, top_p, min_p, row, chunks, V, CHUNKS)
-        if (k > 0) | (p < 1) | (least > 0):
-            many = tl.load(listed + row)
-            lists += row * V
-            spares += row * V
-            low = tl.full([], NOTHING + 1, tl.int64)  # below every token, above what is past the end of the list
-            if k > 0:
-                low = cut(lists, spares, many, low, k.to(tl.int64), top, total, True, LIST)
-            if p < 1:
-                if k > 0:
-                    terms = tl.full([], 0, tl.int64)
-                    for first in range(0, many, LIST):
-                        at = first + tl.arange(0, LIST)
-                        order = tl.load(lists + at, mask=at < many, other=NOTHING)
-                        kept = (order >= low) & (at < many)
-                        terms += tl.sum(tl.where(kept, (tl.exp(value_of(order) - top) * TERM).to(tl.int64), 0), 0)
-                    total = (terms.to(tl.float64) / TERM).to(tl.float32)
-                low = cut(lists, spares, many, low, (p * MASS).to(tl.int64), top, total, False, LIST)
+    kind = DECIDED if kinds is None else tl.load(kinds + row)
+    chosen = tl.full([], NOTHING, tl.int64)
+    if kind != LISTED:
+        chunk = tl.arange(0, CHUNKS)
+        each = tl.load(tops + row * chunks + chunk, mask=chunk < chunks, other=MINUS_INF)
+        top = tl.max(each, 0)
+        # Of a finite row, chunks of nothing but -inf do not count; of an infinite one, only chunks that are like it.
+        least = tl.where((top == float("inf")) | (top == MINUS_INF), top, LEAST)
+        least = tl.where(field(temperature, row, 1.0) == 0, MINUS_INF, least)
+        counts = (each >= least) & (chunk < chunks)
+        chosen = tl.max(tl.load(best + row * chunks + chunk, mask=counts, other=NOTHING), 0)
+    if kinds is not None:
+        k, p, least = filters(given_filters, row, V)
+        if (kind == LISTED) | (kind == BINNED):
+            top, total = tl.load(plans + row * 4), tl.load(plans + row * 4 + 3)
             bar = top + tl.log(least)
-            chosen = tl.full([], NOTHING, tl.int64)
-            for first in range(0, many, LIST):
-                at = first + tl.arange(0, LIST)
-                order = tl.load(lists + at, mask=at < many, other=NOTHING)
-                s, ids = value_of(order), id_of(order)
-                a, b, c, d = words(seeds, positions, row, ids // 4)
-                lane = ids % 4
-                bits = tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
-                kept = (order >= low) & (s >= bar) & (at < many)
-                noisy = tl.where(kept, ordered(s + gumbel(bits), ids), NOTHING)
-                chosen = tl.maximum(chosen, tl.max(noisy, 0))
+            many, target = tl.load(listed + row), tl.load(targets + row)
+            lists += row * V
+            limits = k, p, bar, target, top, total
+            if many <= FEW:
+                drawn = draw_few(lists, many, seeds, positions, row, limits, FEW, PAIRED)
+            elif many <= 4 * FEW:
+                drawn = draw_few(lists, many, seeds, positions, row, limits, 4 * FEW, PAIRED)
+            else:
+                drawn = draw_many(lists, spares + row * V, many, seeds, positions, row, limits, LIST)
+            chosen = tl.maximum(chosen, drawn)
     tl.store(out + row * out_stride, id_of(chosen))
 
 
@@ -323,34 +330,42 @@ def sample(logits, params, seeds, positions, *, out=None):
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
     each = [None if values is None else values.contiguous() for values in params[:-1]]
-    temperature, top_k, top_p, min_p, repetition, presence, frequency = each
-    penalised = repetition is not None or presence is not None or frequency is not None
-    counts = params.counts if penalised else None
+    temperature, top_k, top_p, min_p, *penalties = each
+    counts = params.counts if any(values is not None for values in penalties) else None
+    strides = logits.stride(), (0, 0) if counts is None else counts.stride()
+    given, filters = (logits, counts, temperature, *penalties, *strides), (top_k, top_p, min_p)
+    draws = seeds.contiguous(), positions.contiguous()
     peak = max(PEAK, triton.next_power_of_2(triton.cdiv(V, PEAKS)))
     chunk = max(CHUNK, peak)
     chunks, blocks = triton.cdiv(V, chunk), triton.cdiv(V, peak)
-    filtered = top_k is not None or top_p is not None or min_p is not None
-    tops, largest, drawn = (scratch(d, B, chunks) for d in (torch.float32, torch.int64, torch.int64))
-    peaks = masses = listed = lists = spares = None
-    if filtered:
+    tops, best = scratch(torch.float32, B, chunks), scratch(torch.int64, B, chunks)
+    peaks = masses = kinds = plans = targets = listed = lists = spares = bins = None
+    if filtered := any(values is not None for values in filters):
         peaks, masses = scratch(torch.float32, B, blocks), scratch(torch.float32, B, chunks)
-        listed, lists, spares = (scratch(torch.int32, B), *(scratch(torch.int64, B, V) for _ in range(2)))
-    given = logits, counts, temperature, repetition, presence, frequency
-    strides = logits.stride(), (0, 0) if counts is None else counts.stride()
-    seeds, positions = seeds.contiguous(), positions.contiguous()
+        kinds, plans, targets = scratch(torch.int32, B), scratch(torch.float32, B, 4), scratch(torch.int64, B)
+        listed, bins = scratch(torch.int32, B), scratch(torch.int64, B, COPIES, BINS)
+        lists, spares = scratch(torch.int64, B, V), scratch(torch.int64, B, V)
+    options = {"num_warps": WARPS, "enable_fp_fusion": False, **overlap(logits.device)}
+    wide, binned = triton.next_power_of_2(chunks), {"BINS": BINS, "COPIES": COPIES}
     score_kernel[(B * chunks,)](
-        *given, seeds, positions, peaks, tops, masses, largest, drawn, listed, V, chunks, blocks, *strides,
-        CHUNK=chunk, PEAK=peak, FILTERED=filtered, num_warps=WARPS, enable_fp_fusion=False,
+        given, filters, *draws, tops, best, peaks, masses, V, chunks, blocks, CHUNK=chunk, PEAK=peak, **options
     )  # fmt: skip
-    wide = {"CHUNKS": triton.next_power_of_2(chunks), "enable_fp_fusion": False}
     if filtered:
-        gather_kernel[(B * chunks,)](
-            *given, top_k, top_p, min_p, peaks, tops, masses, listed, lists, V, chunks, blocks, *strides,
-            CHUNK=chunk, BLOCKS=triton.next_power_of_2(blocks), num_warps=WARPS, **wide,
+        plan_kernel[(B,)](
+            temperature, filters, tops, peaks, masses, kinds, plans, targets, listed, bins, V, chunks, blocks,
+            CHUNKS=wide, BLOCKS=triton.next_power_of_2(blocks), **binned, **options,
+        )  # fmt: skip
+    if top_k is not None or top_p is not None:
+        sift_kernel[(B * chunks,)](
+            given, tops, kinds, plans, listed, lists, bins, V, chunks, CHUNK=chunk, **binned, **options
+        )  # fmt: skip
+    if top_p is not None or min_p is not None:
+        draw_kernel[(B * chunks,)](
+            given, filters, *draws, tops, best, kinds, plans, targets, listed, lists, bins, V, chunks,
+            CHUNK=chunk, **binned, **options,
         )  # fmt: skip
     choose_kernel[(B,)](
-        temperature, top_k, top_p, min_p, seeds, positions, tops, masses, largest, drawn, listed, lists, spares,
-        ids, V, chunks, ids.stride(0),
-        LIST=LIST, FILTERED=filtered, num_warps=WARPS, **wide,
+        temperature, filters, *draws, tops, best, kinds, plans, targets, listed, lists, spares, ids, V, chunks,
+        ids.stride(0), CHUNKS=wide, FEW=FEW, PAIRED=PAIRED, LIST=LIST, **options,
     )  # fmt: skip
     return ids

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.uint8: tl.uint8}
 
@@ -20,16 +21,18 @@ class Format(NamedTuple):
     kind: tl.dtype  # of scales and biases
     wide: int  # words that one load may take; 0: bytes
     apart: bool  # matrices lie apart: a table of addresses stands for the stack
+    even: bool  # scales and biases of a matrix begin at a multiple of two of them
 
 
 def stack(w):
     """A Packed with any leading axes, or experts that lie apart: what a kernel reads, and its format."""
     N, K = w.shape[-2:]
-    wide = {2: 2, 4: 4, 6: 2, 8: 4}.get(w.bits, 1) if K % 32 == 0 else 0
-    form = Format(w.bits, w.group, w.mode, KINDS[w.scale_dtype], wide, False)
+    wide = {2: 2 if K % 64 else 4, 4: 4, 6: 2, 8: 4}.get(w.bits, 1) if K % 32 == 0 else 0
+    form = Format(w.bits, w.group, w.mode, KINDS[w.scale_dtype], wide, False, True)
     if hasattr(w, "addresses"):
         table, alignment = on_device(w)
-        return (table, table, table, None, w.shape[0], 0, 0), form._replace(wide=min(wide, alignment), apart=True)
+        form = form._replace(wide=min(wide, alignment), apart=True, even=w.addresses.even)
+        return (table, table, table, None, w.shape[0], 0, 0), form
     words, scales = w.words.view(torch.int32).contiguous(), w.scales.contiguous()
     biases = scales if w.biases is None else w.biases.contiguous()
     each = 0 if w.global_scale is None or w.global_scale.numel() == 1 else 1
@@ -44,9 +47,65 @@ def on_device(w):
     addresses = w.addresses
     if not hasattr(addresses, "on_device"):
         least = int((addresses[0] | 16).bitwise_and(-(addresses[0] | 16)).min())  # the lowest bit set, up to 16
-        whole = not (addresses[1:] % w.scale_dtype.itemsize).any()
+        whole, addresses.even = (not (addresses[1:] % (n * w.scale_dtype.itemsize)).any() for n in (1, 2))
         addresses.on_device = (addresses.to(w.device), least // 4 if whole else 0)
     return addresses.on_device
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask for what lies there to come to the L2. That reads nothing: what is written later is in the L2 as well."""
+    pointers = pointers.to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def prefetch_table(stack):
+    """The addresses of matrices that lie apart."""
+    words, _, _, _, matrices, _, _ = stack
+    for start in range(0, 3 * matrices, 1024):
+        prefetch(words + tl.minimum(start + 16 * tl.arange(0, 64), 3 * matrices - 1))
+
+
+@triton.jit
+def job_of(
+    x, ids, w, up, y, K, ROWS, x_row, x_head, y_row, y_head,
+    FORMAT: tl.constexpr, GATED: tl.constexpr, M: tl.constexpr, JOBS: tl.constexpr, OVERLAP: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """What program_id 1, a head, and 2, M rows, are for: the index of their matrix, x and y of the first row there, and
+    the rows left from it on.
+
+    A launch that overlaps the one before it (device.overlap) may read weights before it waits, and ids only after: they
+    may be as new as x. It lets the next launch start once all its programs have asked for that or ended. Those with ids
+    ask after they waited. So whatever came before them is complete when a program of the next launch runs, which may
+    read the same ids EARLY, before it waits for what they make; past the L1, which nothing may have refreshed. AHEAD:
+    x, ids and addresses come to the L2 during the wait, from wherever they are.
+    """
+    index, row = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    if JOBS:
+        index, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64) * M
+    x += row * x_row + index * x_head
+    y += row * y_row + index * y_head
+    if ids is not None:
+        ids += row * tl.num_programs(1) + index
+    if OVERLAP:
+        if AHEAD and tl.program_id(0) < 4:
+            prefetch(x + tl.minimum(64 * tl.arange(0, 64), K - 1))
+            if ids is not None:
+                prefetch(ids + tl.arange(0, 1))
+                if FORMAT.apart:
+                    prefetch_table(w)
+                    if GATED:
+                        prefetch_table(up)
+        if ids is not None and not EARLY:
+            gdc_wait()
+        gdc_launch_dependents()
+    if ids is not None:
+        index = tl.load(ids, cache_modifier=".cg" if EARLY else "").to(tl.int64)
+    return index, x, y, ROWS - row
 
 
 @triton.jit
@@ -59,6 +118,9 @@ def matrix(stack, index, FORMAT: tl.constexpr):
         words = tl.load(words + index).to(tl.pointer_type(tl.int32))
         if FORMAT.wide > 1:
             words = tl.multiple_of(words, [4 * FORMAT.wide])
+        if FORMAT.even:
+            scales = tl.multiple_of(scales, [FORMAT.kind.primitive_bitwidth // 4])
+            biases = tl.multiple_of(biases, [FORMAT.kind.primitive_bitwidth // 4])
     else:
         words += index * word_step
         scales += index * scale_step

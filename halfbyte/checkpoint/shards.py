@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 
-from . import files, limits, strict_json
-from .errors import CheckpointError, StorageError, shown
+from .. import files, limits, strict_json
+from ..errors import CheckpointError, StorageError, shown
 
 DTYPES = {
     "BOOL": torch.bool,

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .config import Config
-from .errors import shown
+from ..config import Config
+from ..errors import shown
+from ..ops.formats import AFFINE_BITS, AFFINE_GROUPS
 from .names import canonical
-from .ops.formats import AFFINE_BITS, AFFINE_GROUPS
 from .spans import Span
 
 AFFINE_READ = (1, *AFFINE_BITS)

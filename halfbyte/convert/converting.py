@@ -10,13 +10,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-from . import checkpoint as checkpoints
+from ..checkpoint import folder as checkpoints
+from ..checkpoint.quantisation import Format
+from ..checkpoint.reading import Progress
+from ..models import MODELS
+from ..ops.formats import DEFAULTS, require_format
 from . import conversion, originals, saving
 from .conversion import DTYPES, Plan
-from .models import MODELS
-from .ops.formats import DEFAULTS, require_format
-from .quantisation import Format
-from .reading import Progress
 from .recipes import MIXED, Predicate
 
 __all__ = ["Plan", "convert"]

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
-from . import config as configs
-from . import files, limits, shards, strict_json
-from .config import Config
-from .errors import CheckpointError, shown
+from .. import config as configs
+from .. import files, limits, strict_json
+from ..config import Config
+from ..errors import CheckpointError, shown
+from . import shards
 from .names import canonical
 from .quantisation import Quantisation
 from .shards import Shard, State, Stored

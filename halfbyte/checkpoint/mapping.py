@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..errors import CheckpointError, StorageError
 from .descriptors import Descriptors
-from .errors import CheckpointError, StorageError
 from .reading import Progress, read
 from .shards import State
 from .spans import Span

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .config import Config
-from .errors import CheckpointError, shown
+from ..checkpoint.quantisation import Format
+from ..checkpoint.reading import read
+from ..checkpoint.shards import State, Stored
+from ..checkpoint.spans import Piece, Span, whole
+from ..config import Config
+from ..errors import CheckpointError, shown
+from ..ops.quant import Packed, dequantize
 from .hf_names import JOINED_HEADS, QUERY_HEADS, VALUE_HEADS
-from .ops.quant import Packed, dequantize
-from .quantisation import Format
-from .reading import read
-from .shards import State, Stored
-from .spans import Piece, Span, whole
 
 CPU = torch.device("cpu")
 FP8 = "F8_E4M3"

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import StorageError, size
-from .shards import DTYPES
+from ..checkpoint.shards import DTYPES
+from ..errors import StorageError, size
 
 SHARD_BYTES = 5 << 30
 ALIGNMENT = 64  # of the data in a file, and of every tensor whose size is a multiple of it

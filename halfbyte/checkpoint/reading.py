@@ -18,10 +18,10 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from ..errors import CheckpointError, StorageError, shown
+from ..files import AGAIN
+from ..memory import allocate
 from .descriptors import Descriptors
-from .errors import CheckpointError, StorageError, shown
-from .files import AGAIN
-from .memory import allocate
 from .shards import State
 from .spans import Span
 

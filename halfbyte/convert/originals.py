@@ -17,20 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checkpoint as checkpoints
-from . import config as configs
-from . import files, limits, names, shards, strict_json
-from .checkpoint import Checkpoint
-from .config import Config
-from .errors import CheckpointError, shown
+from .. import config as configs
+from .. import files, limits, strict_json
+from ..checkpoint import folder as checkpoints
+from ..checkpoint import names, shards
+from ..checkpoint.folder import Checkpoint
+from ..checkpoint.quantisation import Format, Quantisation
+from ..checkpoint.shards import State, Stored
+from ..checkpoint.weights import PARTS, Ledger, Weights
+from ..config import Config
+from ..errors import CheckpointError, shown
+from ..models import MODELS
+from ..ops.experts import Experts
+from ..ops.quant import Packed
 from .hf_names import BLOCK_SCALES, CENTRED, CONVOLUTION, FAMILIES, INSIDE_ROPE, RENAMED, Family
-from .models import MODELS
-from .ops.experts import Experts
-from .ops.quant import Packed
-from .quantisation import Format, Quantisation
-from .shards import State, Stored
 from .sources import FP8, Blocks, Source
-from .weights import PARTS, Ledger, Weights
 
 log = logging.getLogger(__name__)
 

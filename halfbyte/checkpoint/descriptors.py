@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import NoReturn
 
-from .errors import CheckpointError, StorageError
+from ..errors import CheckpointError, StorageError
 from .shards import State
 
 MOST = 32

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import files, limits, saving, strict_json
-from .errors import CheckpointError, size
+from .. import files, limits, strict_json
+from ..checkpoint.quantisation import Format
+from ..errors import CheckpointError, size
+from ..ops.quant import quantize
+from . import saving
 from .hf_names import JOINED_HEADS, NEVER_CAST
-from .ops.quant import quantize
 from .originals import Original
-from .quantisation import Format
 from .recipes import Predicate, Recipe
 from .saving import Layout, Slot
 from .sources import Source, described, split_heads

@@ -16,12 +16,13 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from . import finite, limits, memory, names
-from .errors import CheckpointError, shown
+from .. import limits, memory
+from ..errors import CheckpointError, shown
+from ..ops.experts import Experts
+from ..ops.formats import Packed
+from . import finite, names
 from .finite import Check
 from .mapping import map_files
-from .ops.experts import Experts
-from .ops.formats import Packed
 from .quantisation import FLOAT_KINDS, Mismatch, Quantisation
 from .reading import STAGING, Progress, read
 from .shards import State, Stored

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from ..checkpoint.quantisation import Format
+from ..ops.formats import require_format
 from .hf_names import ROUTER, Family
-from .ops.formats import require_format
-from .quantisation import Format
 
 MIXED = {"mixed_2_6": (2, 6), "mixed_3_4": (3, 4), "mixed_3_6": (3, 6), "mixed_4_6": (4, 6)}
 SENSITIVE = ("v_proj", "v_a_proj", "v_b_proj", "down_proj")  # what a mixture gives more bits to, in some layers

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError, shown
-from .files import AGAIN
+from ..errors import CheckpointError, shown
+from ..files import AGAIN
 
 Check = Literal["sampled", "all", "none"]
 EXPERTS = 8  # of a stack, where it is sampled
