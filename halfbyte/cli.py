@@ -126,6 +126,16 @@ def time_ops(args: argparse.Namespace, cases: list[Any]) -> int:
     return 1 if wrong else 0
 
 
+def bench_load(args: argparse.Namespace) -> int:
+    """Time loading a made-up checkpoint against a plain read of its file, from the disk and from memory, in turns."""
+    from .bench_load import bench_load as measured
+
+    found = measured(int(args.gb * 1e9), args.rounds, args.load, progress=progress)
+    progress("")
+    print(json.dumps(found.as_json(), indent=1) if args.json else "\n".join(found.lines()))
+    return 0
+
+
 def progress(text: str) -> None:
     """One line on a terminal, rewritten; nothing elsewhere."""
     if sys.stderr.isatty():
@@ -178,6 +188,11 @@ def parser() -> argparse.ArgumentParser:
     )
     timed.add_argument("--op", metavar="NAME", help="only this op (qmm), or only this case (as it is printed)")
     timed.add_argument("--json", action="store_true", help="print one JSON object: machine and rows")
+    loaded = _command(kinds, "load", bench_load)
+    loaded.add_argument("--gb", type=positive, default=4.0, metavar="N", help="size of the checkpoint (default: 4)")
+    loaded.add_argument("--rounds", type=whole, default=3, metavar="N", help="turns of each (default: 3)")
+    loaded.add_argument("--load", choices=["read", "map"], default="read", help="how weights are loaded")
+    loaded.add_argument("--json", action="store_true", help="print one JSON object")
     timed.add_argument("--seconds", type=positive, default=0.5, metavar="S", help="time for a case (default: 0.5)")
     return top
 

@@ -10,6 +10,7 @@ import torch
 from . import checkpoint as checkpoints
 from . import hub
 from .chat import Tokenizer
+from .checkpoint.weights import Load
 from .models import MODELS
 from .models.decoder import Decoder
 
@@ -21,9 +22,13 @@ def load_model(
     device: torch.device | str | None = "cpu",
     dtype: torch.dtype | str | None = None,
     *,
+    load: Load = "read",
     progress: Callable[[int, int], None] | None = None,
 ) -> Decoder:
-    """The model of an MLX checkpoint's folder. dtype is that of its activations; weights stay as they are stored."""
+    """The model of an MLX checkpoint's folder. dtype is that of its activations; weights stay as they are stored.
+
+    `load`: "read" copies them into memory of our own, "map" shows the files themselves, which must not change (CPU).
+    """
     target = pick_device(device)
     checkpoint = checkpoints.open(path, set(MODELS))
     build = MODELS[checkpoint.config.model_type]
@@ -31,7 +36,7 @@ def load_model(
     count = len(build(checkpoint.config, skeleton).layers)
     skeleton.finish(layers=count)
     checkpoint.config.log_unread()
-    model = build(checkpoint.config, skeleton.load(target, progress=progress))
+    model = build(checkpoint.config, skeleton.load(target, load=load, progress=progress))
     model.dtype, model.fingerprint = pick_dtype(dtype, target), checkpoint.fingerprint
     return model
 
@@ -43,11 +48,12 @@ def load(
     *,
     revision: str | None = None,
     offline: bool = False,
+    load: Load = "read",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Decoder, Tokenizer]:
     """The model and the tokenizer of a folder, or of a repository of the hub such as mlx-community/..."""
     folder = hub.locate(path_or_repo, revision=revision, offline=offline)
-    model = load_model(folder, device, dtype, progress=progress)
+    model = load_model(folder, device, dtype, load=load, progress=progress)
     return model, Tokenizer.open(folder, model.vocabulary)
 
 

@@ -60,7 +60,9 @@ BELOW = {
         "__init__", "accounting", "cache_file", "checkpoint", "commands", "convert", "cuda", "errors", "generation",
         "hub", "listing", "loading", "machine", "memory", "ops", "quality", "sampling",
     },
-    "cli": {"ops", "cases", "listing", "machine", "bench", "cuda", "proof", "commands", "errors", "__init__"},
+    "cli": {
+        "ops", "cases", "listing", "machine", "bench", "bench_load", "cuda", "proof", "commands", "errors", "__init__",
+    },
     "__main__": {"cli"},
     "__init__": {"engine", "generation", "loading", "ops"},
 }  # fmt: skip

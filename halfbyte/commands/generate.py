@@ -24,6 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-stream", action="store_true", help="print the reply when it is complete")
     parser.add_argument("--prompt-cache-file", type=Path, metavar="FILE", help="go on from, and keep, the text's state")
     parser.add_argument("--prefill-step-size", type=int, metavar="N", help="tokens of a prompt computed at a time")
+    parser.add_argument("--load", choices=["read", "map"], default="read", help="map: weights stay in the files (CPU)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
     sampling(parser)
 
@@ -55,8 +56,9 @@ def run(args: argparse.Namespace) -> int:
     from ..loading import load
 
     model, tokenizer = load(
-        args.model, args.device, args.dtype, revision=args.revision, offline=args.offline, progress=bar("loading")
-    )
+        args.model, args.device, args.dtype, revision=args.revision, offline=args.offline, load=args.load,
+        progress=bar("loading"),
+    )  # fmt: skip
     if args.ignore_chat_template or not tokenizer.templates:
         ids = tokenizer.prompt_ids(prompt)
     else:
