@@ -12,7 +12,7 @@ import torch
 
 from . import checkpoint as checkpoints
 from .cache import bytes_of
-from .checkpoint.folder import Checkpoint
+from .checkpoint import Checkpoint
 from .checkpoint.weights import Ledger
 from .models import MODELS
 from .models.decoder import Decoder

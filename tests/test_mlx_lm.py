@@ -4,6 +4,7 @@ In float32: mlx multiplies bfloat16 matrices inaccurately on a CPU.
 """
 
 import copy
+import json
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -91,3 +92,15 @@ def grouped(predicate, group):
         return {**answer, "group_size": group} if isinstance(answer, dict) else answer
 
     return chosen
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_a_text_model_under_its_own_name(name, tmp_path):
+    """Conversions of the text part alone keep the inner model_type."""
+    mx.set_default_device(mx.cpu)
+    model, config = build(TINY[name])
+    save(model, config, tmp_path)
+    wanted, _ = logits(load_model(tmp_path), IDS)
+    config["model_type"] += "_text"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits(load_model(tmp_path), IDS)[0], wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..checkpoint.folder import Weights
+from ..checkpoint import Weights
 from ..config import Config
 from .decoder import Decoder
 from .deepseek_v3 import DeepseekV3

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import limits
 from ..cache import Cache, Kept
-from ..checkpoint.folder import Weights
+from ..checkpoint import Weights
 from ..config import Config
 from ..step import Step
 from .layers import Embedding, Linear, Norm

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import limits
 from ..cache import Kept
-from ..checkpoint.folder import Weights
+from ..checkpoint import Weights
 from ..config import Config
 from ..ops.attention import latent_attention
 from ..ops.cache import append

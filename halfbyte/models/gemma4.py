@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import limits
 from ..cache import Cache, Kept
-from ..checkpoint.folder import Weights
+from ..checkpoint import Weights
 from ..config import Config
 from ..ops.experts import expert_mlp
 from ..ops.quant import embed

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..cache import Kept
-from ..checkpoint.folder import Weights
+from ..checkpoint import Weights
 from ..config import Config
 from ..ops.rowwise import rms_norm
 from ..step import Step

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Kept
-from ..checkpoint.folder import Weights
+from ..checkpoint import Weights
 from ..ops.attention import attention
 from ..ops.cache import append
 from ..ops.experts import expert_mlp

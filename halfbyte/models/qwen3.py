@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import limits
-from ..checkpoint.folder import Weights
+from ..checkpoint import Weights
 from ..config import Config
 from . import rotary
 from .decoder import Decoder, Layer

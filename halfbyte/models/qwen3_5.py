@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import limits
 from ..cache import Kept
-from ..checkpoint.folder import Weights
+from ..checkpoint import Weights
 from ..config import Config
 from ..ops.quant import Packed, qmm
 from ..ops.recurrent import causal_conv, delta_gates, gated_delta
@@ -18,6 +18,7 @@ from .decoder import Decoder, Layer, Mixer
 from .layers import Attention, GatedMLP, Linear, MixtureBlock, Norm
 from .qwen3 import expert_counts, softmax_mixture
 
+DENSE = ("qwen3_5", "qwen3_5_text")
 QK_EPS = 1e-6  # added to the sum of squares of a query or key, not to their mean
 
 
@@ -31,7 +32,7 @@ class Qwen3_5(Decoder):
         config.must_be("attn_output_gate", True)
         super().__init__(config, weights, H, eps)
         turn = rotary.read(config, D, weights.device, partial=0.25)
-        mixture = config.model_type != "qwen3_5" and config.integer("num_experts", 0, limits.EXPERTS) > 0
+        mixture = config.model_type not in DENSE and config.integer("num_experts", 0, limits.EXPERTS) > 0
         if mixture:
             self.expert_count, self.experts_per_token = expert_counts(config)
         dense = config.list_of("mlp_only_layers", int, default=[])
