@@ -74,7 +74,7 @@ def test_a_text_prompt_is_tokenised(loaded):
 def test_an_end_of_text_token_ends_it(loaded):
     model, tokenizer = loaded
     third = greedy(9)[2]
-    ending = Tokenizer(tokenizer.tokens, tokenizer.named, tokenizer.templates, [third], {})
+    ending = Tokenizer(tokenizer.tokens, tokenizer.named, tokenizer.templates, [third], {}, tokenizer.vocab_size)
     answers = list(halfbyte.stream_generate(model, ending, [5, 6, 7], max_tokens=9))
     first = greedy(9).index(third)
     assert [answer.token for answer in answers] == greedy(9)[: first + 1]
