@@ -12,11 +12,7 @@ from .layers import Attention, GatedMLP, MixtureBlock, SoftmaxRouter
 
 class Qwen3(Decoder):
     def __init__(self, config: Config, weights: Weights) -> None:
-        H, heads = config.integer("hidden_size", 1, limits.HIDDEN), config.integer("num_attention_heads", 1, 4096)
-        kv_heads = config.integer("num_key_value_heads", 1, 4096, default=heads)
-        D, eps = config.integer("head_dim", 1, 512, default=H // heads), config.number("rms_norm_eps", 0.0, 1.0)
-        config.must_be("hidden_act", "silu")
-        config.must_be("attention_bias", False)
+        H, heads, kv_heads, D, eps = sizes(config)
         config.must_be("use_sliding_window", False)
         super().__init__(config, weights, H, eps)
         turn = rotary.read(config, D, weights.device)
@@ -32,6 +28,16 @@ class Qwen3(Decoder):
             else:
                 mlp = GatedMLP(here / "mlp", H, config.integer("intermediate_size", 1, limits.HIDDEN * 8))
             self.layers.append(Layer(here, H, eps, mixer, mlp))
+
+
+def sizes(config: Config) -> tuple[int, int, int, int, float]:
+    """Width, query heads, key and value heads, head size, eps: what every Qwen3 says in the same words."""
+    config.must_be("hidden_act", "silu")
+    config.must_be("attention_bias", False)
+    H, heads = config.integer("hidden_size", 1, limits.HIDDEN), config.integer("num_attention_heads", 1, 4096)
+    kv_heads = config.integer("num_key_value_heads", 1, 4096, default=heads)
+    D = config.integer("head_dim", 1, 512, default=H // heads)
+    return H, heads, kv_heads, D, config.number("rms_norm_eps", 0.0, 1.0)
 
 
 def expert_counts(config: Config) -> tuple[int, int]:

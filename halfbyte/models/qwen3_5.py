@@ -16,7 +16,7 @@ from ..step import Run, Step
 from . import rotary
 from .decoder import Decoder, Layer, Mixer
 from .layers import Attention, GatedMLP, Linear, MixtureBlock, Norm
-from .qwen3 import expert_counts, softmax_mixture
+from .qwen3 import expert_counts, sizes, softmax_mixture
 
 DENSE = ("qwen3_5", "qwen3_5_text")
 QK_EPS = 1e-6  # added to the sum of squares of a query or key, not to their mean
@@ -24,11 +24,7 @@ QK_EPS = 1e-6  # added to the sum of squares of a query or key, not to their mea
 
 class Qwen3_5(Decoder):
     def __init__(self, config: Config, weights: Weights) -> None:
-        H, heads = config.integer("hidden_size", 1, limits.HIDDEN), config.integer("num_attention_heads", 1, 4096)
-        kv_heads = config.integer("num_key_value_heads", 1, 4096, default=heads)
-        D, eps = config.integer("head_dim", 1, 512, default=H // heads), config.number("rms_norm_eps", 0.0, 1.0)
-        config.must_be("hidden_act", "silu")
-        config.must_be("attention_bias", False)
+        H, heads, kv_heads, D, eps = sizes(config)
         config.must_be("attn_output_gate", True)
         super().__init__(config, weights, H, eps)
         turn = rotary.read(config, D, weights.device, partial=0.25)
