@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from operator import index
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -170,9 +171,15 @@ def logits(model: Decoder, ids: Sequence[int] | Tensor, cache: Cache | None = No
     return torch.cat(parts), cache
 
 
+def as_integer(id: Any) -> Any:
+    """NumPy's integers as Python's; what is no integer stays as it is, to be refused."""
+    return index(id) if hasattr(id, "__index__") and not isinstance(id, bool) else id
+
+
 def token_ids(model: Decoder, ids: Sequence[int] | Tensor) -> list[int]:
     """ids as a list, checked: a GPU would read past the embedding without a word."""
     tokens = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+    tokens = [id if type(id) is int else as_integer(id) for id in tokens]
     for id in tokens:
         if type(id) is not int or not 0 <= id < model.vocabulary:
             raise ValueError(f"token ids must be integers from 0 to {model.vocabulary - 1}, got {id!r}")

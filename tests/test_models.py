@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from model_goldens import CLOSE, FOLDER, NAMES, golden, problem
@@ -114,6 +115,11 @@ def test_the_memory_of_a_cache_is_known_before_it_is_made(name):
 def test_ids_outside_the_vocabulary_are_refused(ids, said):
     with pytest.raises(ValueError, match=said):
         logits(model_of("qwen3_moe-4bit"), ids)
+
+
+def test_ids_may_be_numpy_s():
+    model = model_of("qwen3_moe-4bit")
+    assert torch.equal(logits(model, np.array([1, 2, 3], dtype=np.int32))[0], logits(model, [1, 2, 3])[0])
 
 
 def test_no_ids_give_no_rows():
