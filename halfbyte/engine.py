@@ -65,11 +65,12 @@ class Engine:
         request.prompt = token_ids(self.model, request.prompt)
         self.waiting.append(request)
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: Request, reason: str = "cancelled") -> None:
+        """End a request before its time; one that has ended already stays as it is."""
         if request in self.waiting:
             self.waiting.remove(request)
         elif request in self.running:
-            self._finish(request, "cancelled")
+            self._finish(request, reason)
 
     @property
     def busy(self) -> bool:

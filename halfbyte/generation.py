@@ -120,9 +120,8 @@ def stream_generate(
             now = time.perf_counter()
             first = first or now
             text = "" if id in tokenizer.eos_ids else decoder.push(id)
-            if decoder.stopped is not None and request.finish_reason is None:
-                engine.cancel(request)
-                request.finish_reason = "stop"
+            if decoder.stopped is not None:
+                engine.cancel(request, "stop")
             if request.finish_reason is not None:
                 text += decoder.finish()
             count = len(request.made)
@@ -165,9 +164,8 @@ def batch_generate(
         for request, token, _ in engine.step():
             decoder = decoders[id(request)]
             texts[id(request)] += "" if token in tokenizer.eos_ids else decoder.push(token)
-            if decoder.stopped is not None and request.finish_reason is None:
-                engine.cancel(request)
-                request.finish_reason = "stop"
+            if decoder.stopped is not None:
+                engine.cancel(request, "stop")
         spent[sum(request.computed for request in requests) > before] += time.perf_counter() - start
     prompted, made = sum(map(len, all_ids)), sum(len(request.made) for request in requests)
     stats = BatchStats(

@@ -1,6 +1,7 @@
 """Uninitialised memory is NaN in tests: a kernel that forgets an element fails. Without a GPU, Triton interprets."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,17 @@ def poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A tiny model that speaks: mlx-lm's random qwen3_5_moe-4bit with a small real tokenizer, under an odd name."""
+    import small_tokenizers
+    from model_goldens import FOLDER
+
+    made = tmp_path_factory.mktemp("a model") / "café"
+    shutil.copytree(FOLDER / "qwen3_5_moe-4bit", made)
+    return small_tokenizers.save(made, generation_config={"eos_token_id": 3, "do_sample": False})
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -6,19 +6,8 @@ import subprocess
 import sys
 
 import pytest
-import small_tokenizers
-from model_goldens import FOLDER
 
 from halfbyte.cli import main
-
-NAME = "qwen3_5_moe-4bit"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("a model") / "café"
-    shutil.copytree(FOLDER / NAME, made)
-    return small_tokenizers.save(made, generation_config={"eos_token_id": 3, "do_sample": False})
 
 
 @pytest.fixture()

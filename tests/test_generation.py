@@ -1,12 +1,10 @@
 """Text from whole models: the API of mlx-lm, the engine under it, and state that goes on in another process."""
 
-import shutil
 import subprocess
 import sys
 from functools import cache
 
 import pytest
-import small_tokenizers
 import torch
 from model_goldens import FOLDER, golden
 from test_models import model_of
@@ -19,13 +17,6 @@ from halfbyte.errors import CheckpointError, StorageError
 from halfbyte.sampling import SamplingParams
 
 NAME = "qwen3_5_moe-4bit"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("model") / "small"
-    shutil.copytree(FOLDER / NAME, made)
-    return small_tokenizers.save(made, generation_config={"eos_token_id": 3, "do_sample": False})
 
 
 @pytest.fixture(scope="module")
