@@ -73,13 +73,19 @@ class Cache:
         """Room for `length` tokens in every slot; what is held stays."""
         if length <= self.capacity:
             return
-        capacity = -(-max(length, self.capacity * 3 // 2) // GROWTH) * GROWTH
+        capacity = self.grown(length)
         larger = self._made(capacity)
         for old, new in zip(self.layers, larger, strict=True):
             for name, tensor in old.items():
                 # A ring grows only while it is shorter than its window: it has not turned yet, so rows stay in place.
                 new[name][:, : tensor.shape[1]].copy_(tensor)
         self.layers, self.capacity = larger, capacity
+
+    def grown(self, length: int) -> int:
+        """The capacity after `reserve(length)`."""
+        if length <= self.capacity:
+            return self.capacity
+        return -(-max(length, self.capacity * 3 // 2) // GROWTH) * GROWTH
 
     def plan(self, work: Sequence[tuple[int, Sequence[int]]], wanted: Wanted | Sequence[Wanted] = "last") -> Step:
         """A step that appends new ids to slots. Their lengths count as held once `advance` is told so."""
@@ -104,11 +110,20 @@ class Cache:
 
     def snapshot(self, slot: int) -> Snapshot:
         """Rows come out in the order of their tokens, so that a cache of another size can take them."""
+        return self._saved(slot, rows=True)
+
+    def mark(self, slot: int) -> Snapshot:
+        """A snapshot without plain rows, to go back in this slot while it still holds the same text: later tokens leave
+        those rows alone, and change recurrent states and rings, which are small."""
+        return self._saved(slot, rows=False)
+
+    def _saved(self, slot: int, rows: bool) -> Snapshot:
         length = self.lengths[slot]
         saved = tuple(
             {
                 name: (t[slot, self._places(one, length, t.shape[1])] if name in one.rows else t[slot].clone())
                 for name, t in layer.items()
+                if rows or name in one.fixed or one.window is not None
             }
             for one, layer in zip(self.kept, self.layers, strict=True)
         )

@@ -7,16 +7,15 @@ and the fingerprint of the checkpoint. A file of another model, another version 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from . import files
 from .cache import Cache, Snapshot
-from .errors import CheckpointError, StorageError
+from .errors import CheckpointError
 from .models.decoder import Decoder
 
 VERSION = "1"
@@ -31,19 +30,7 @@ def save(path: Path | str, model: Decoder, cache: Cache, ids: list[int], slot: i
     snapshot = cache.snapshot(slot)
     tensors = {_name(i, part): t.cpu() for i, layer in enumerate(snapshot.layers) for part, t in layer.items()}
     metadata = {"version": VERSION, "model": model.fingerprint, "ids": json.dumps(ids)}
-    path = Path(path)
-    aside = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".tmp-{path.name}-", delete=False) as file:
-            aside = Path(file.name)
-            file.write(to_bytes(tensors, metadata))
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError as error:
-        if aside is not None:
-            aside.unlink(missing_ok=True)
-        raise StorageError(f"{path}: the prompt cache could not be written: {error.strerror or error}.") from error
+    files.write_whole(Path(path), to_bytes(tensors, metadata), "the prompt cache")
 
 
 def load(path: Path | str, model: Decoder) -> tuple[Cache, list[int]]:

@@ -35,6 +35,7 @@ class Request:
     processors: Sequence[Processor] = ()
     chooser: Chooser | None = None
     goes_on: bool = False  # with the text that its slot holds already
+    pause: int = 0  # a step ends after so many tokens of the prompt: there the caller can mark the state
     slot: int | None = None
     computed: int = 0  # tokens of the prompt that are in the cache
     made: list[int] = field(default_factory=list)
@@ -123,7 +124,9 @@ class Engine:
             assert request.slot is not None
             if left:
                 prompted = True
-                piece = request.prompt[request.computed : request.computed + self.cache.chunk]
+                before_pause = request.computed < request.pause
+                limit = min(self.cache.chunk, request.pause - request.computed) if before_pause else self.cache.chunk
+                piece = request.prompt[request.computed : request.computed + limit]
                 request.computed += len(piece)
                 work.append((request.slot, piece))
                 wanted.append("last" if len(piece) == left else "none")

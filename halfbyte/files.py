@@ -1,9 +1,10 @@
-"""Files of a model folder: only those inside it, only regular ones, and small ones whole but capped."""
+"""Files of a model folder: only those inside it, only regular ones, and small ones whole but capped. Files of ours."""
 
 from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from .errors import CheckpointError, StorageError, shown, size
@@ -66,6 +67,26 @@ def read_small(path: Path, limit: int) -> bytes:
     if said := impostor(data[:HEAD]):
         raise CheckpointError(f"{path}: {said}")
     return data
+
+
+def write_whole(path: Path, data: bytes, what: str) -> None:
+    """A file that appears whole or not at all, for its owner alone; what stood there before stays until then."""
+    aside = None
+    try:
+        path = path.resolve()  # a link stays one
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".tmp-{path.name}-", delete=False) as file:
+            aside = Path(file.name)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+        aside = None
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
+        said = error.strerror if isinstance(error, OSError) else None
+        raise StorageError(f"{path}: {what} could not be written: {said or error}.") from error
+    finally:
+        if aside is not None:
+            aside.unlink(missing_ok=True)
 
 
 def impostor(head: bytes) -> str | None:

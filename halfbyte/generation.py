@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .cache import Cache
 from .chat import Tokenizer
+from .compilation import compile_kernels
 from .engine import Chooser, Engine, Processor, Request
 from .memory import peak
 from .models.decoder import Decoder
@@ -109,6 +110,7 @@ def stream_generate(
         ids, room, SamplingParams.of(tokenizer.generation_config, **sampling), tokenizer.eos_ids,
         logits_processors or (), sampler, goes_on=prompt_cache is not None,
     )  # fmt: skip
+    compile_kernels(model)
     engine, decoder = Engine(model, cache), tokenizer.decoder(stop)
     engine.submit(request)
     start, first = time.perf_counter(), 0.0
@@ -155,6 +157,7 @@ def batch_generate(
     texts = {id(request): "" for request in requests}
     longest = max((len(ids) + room for ids, room in zip(all_ids, rooms, strict=True)), default=0)
     slots = max(min(completion_batch_size, len(requests)), 1)
+    compile_kernels(model)
     engine = Engine(model, model.new_cache(slots, longest, prefill_step_size))
     for request in requests:
         engine.submit(request)

@@ -47,5 +47,9 @@ TEMPERATURE = 5.0
 PENALTY = 2.0  # presence and frequency, either sign
 REPETITION = 10.0
 
+# A saved conversation.
+CONVERSATION_BYTES = 8_000_000
+MESSAGES = 4096
+
 # A message that lists names stops here.
 NAMES_SHOWN = 10

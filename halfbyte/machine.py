@@ -1,4 +1,4 @@
-"""The machine a benchmark runs on: what it is called, and how fast its memory can be read, measured."""
+"""The machine that models run on: what it is called, its threads, and how fast its memory can be read, measured."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 STREAMS = 8  # a thread's own reads run this far apart: one stream alone is slower on many machines
 BLOCK = 64  # elements read from a stream before the next one's turn
 READ_BYTES = 256 << 20
+VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "neon": "NEON"}  # the widest first
 
 
 class ReadProbe:
@@ -117,3 +118,30 @@ def vector_features() -> list[str]:
         return [str(config.CPU_NAME)]
     having = {name for name, present in binding.get_host_cpu_features().items() if present}
     return [f for f in ("avx2", "fma", "f16c", "avx512f", "avx512vnni", "avx512bf16", "neon", "sve") if f in having]
+
+
+def backend(device: Any) -> str:
+    """What a torch device is, in a few words: `cpu, AVX-512, 2 threads`."""
+    import torch
+
+    if device.type == "cuda":
+        return f"cuda, {torch.cuda.get_device_name(device)}"
+    if device.type != "cpu":
+        return str(device)
+    having = vector_features()
+    widest = next((name for feature, name in VECTORS.items() if feature in having), "no vectors")
+    threads = torch.get_num_threads()
+    return f"cpu, {widest}, {threads} thread{'' if threads == 1 else 's'}"
+
+
+def use_threads(count: int) -> None:
+    """So many threads for torch and for the CPU kernels; at most one a core, which is the default."""
+    import torch
+
+    import_module("halfbyte.kernels.numba")  # settles the threading layer
+    import numba
+
+    if not 1 <= count <= numba.config.NUMBA_NUM_THREADS:
+        raise ValueError(f"must be from 1 to {numba.config.NUMBA_NUM_THREADS}, it is {count}")
+    torch.set_num_threads(count)
+    numba.set_num_threads(count)

@@ -38,17 +38,30 @@ def available(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> int:
-    """The most bytes that this process has held on a device so far."""
+    """The most bytes that this process has held on a device so far, or since `forget_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
+    with suppress(OSError, ValueError):
+        for line in (PROC / "self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     try:
         import resource
     except ImportError:
         return 0
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let the most that is held count from now on; where the system cannot, it counts from the start."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif device.type == "cpu":
+        with suppress(OSError):
+            (PROC / "self/clear_refs").write_text("5")
 
 
 def allocate(count: int, device: torch.device) -> Tensor:

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -62,54 +60,6 @@ def test_doctor_says_what_is_used_and_why_not_the_rest(ask):
     for said in ("halfbyte  0.", "cuda", "mps", "numba", "threads", "free on cpu", "kernels for 22 of 22 ops"):
         assert said in text
     assert json.loads(ask("doctor", "--json")[1])["devices"].keys() == {"cuda", "mps", "cpu"}
-
-
-def test_generate_answers(ask, folder):
-    status, text, said = ask("generate", folder, "-p", "The quick", "-m", 6, "--device", "cpu")
-    assert status == 0 and text.strip() and "tok/s" in said
-    whole = ask("generate", folder, "-p", "The quick", "-m", 6, "--device", "cpu", "--no-stream")[1]
-    assert whole == text
-    values = json.loads(ask("generate", folder, "-p", "The quick", "-m", 6, "--device", "cpu", "--json")[1])
-    assert values["text"] == text[:-1] and len(values["tokens"]) == 6 and values["finish_reason"] == "length"
-
-
-def test_generate_takes_the_prompt_as_it_stands(ask, folder, monkeypatch):
-    options = ("--device", "cpu", "-m", 3, "--json")
-    templated = json.loads(ask("generate", folder, "-p", "Oslo", *options)[1])
-    raw = json.loads(ask("generate", folder, "-p", "Oslo", "--ignore-chat-template", *options)[1])
-    system = json.loads(ask("generate", folder, "-p", "Oslo", "--system-prompt", "Be brief.", *options)[1])
-    thinking = ("--chat-template-args", '{"enable_thinking": true}')
-    opened = json.loads(ask("generate", folder, "-p", "Oslo", *thinking, *options)[1])
-    sizes = [one["prompt_tokens"] for one in (raw, templated, opened, system)]
-    assert sizes == sorted(set(sizes))
-
-
-def test_generate_reads_standard_input(folder):
-    command = [sys.executable, "-m", "halfbyte", "generate", folder, "-p", "-", "-m", "2", "--device", "cpu"]
-    done = subprocess.run(command, input="The quick", capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.endswith("\n")
-
-
-def test_generate_goes_on_from_a_prompt_cache(ask, folder, tmp_path):
-    options = ("--device", "cpu", "--json", "--ignore-chat-template", "--prompt-cache-file", tmp_path / "state")
-    first = json.loads(ask("generate", folder, "-p", "The quick", "-m", 1, *options)[1])
-    again = json.loads(ask("generate", folder, "-p", "The quick brown fox", "-m", 4, *options)[1])
-    assert again["prompt_tokens"] < first["prompt_tokens"] + 3
-    straight = ask("generate", folder, "-p", "The quick brown fox", "-m", 4, *options[:4])[1]
-    assert json.loads(straight)["tokens"] == again["tokens"]
-    refused(ask, "generate", folder, "-p", "Another text", *options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--temp", "nan"), ("--temp", "-1"), ("--top-p", "0"), ("--top-k", "-5"), ("-m", "0"),
-        ("--chat-template-args", "["), ("--chat-template-args", "3"), ("--repetition-penalty", "inf"),
-    ],
-    ids=" ".join,
-)  # fmt: skip
-def test_generate_refuses_before_it_loads(ask, options):
-    refused(ask, "generate", "/nowhere", "-p", "x", *options)
 
 
 def test_perplexity_of_a_text(ask, folder, tmp_path):

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..errors import size
+from .pull import located
 from .terminal import bar, show
 
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
@@ -26,11 +27,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert a checkpoint to MLX's format. The result appears whole or not at all; mlx-lm loads it too."""
-    from .. import hub
     from ..convert.converting import convert
     from ..errors import HalfbyteError
 
-    source = hub.locate(args.source, revision=args.revision, offline=args.offline)
+    source = located(args.source, args)
     try:
         plan = convert(
             source, args.target, args.quantize, args.q_bits, args.q_group_size, args.q_mode, args.quant_predicate,

@@ -24,12 +24,13 @@ def run(args: argparse.Namespace) -> int:
     from .. import __version__, machine, memory
     from ..listing import ops
     from ..loading import pick_device
-    from ..ops.dispatch import LANGUAGE_OF
+    from ..ops.dispatch import LANGUAGE_OF, find
 
     chosen = pick_device(None)
     devices = {name: state() for name, state in (("cuda", cuda), ("mps", mps), ("cpu", cpu))}
     written = {name: sum(name in op.languages for op in ops()) for name in set(LANGUAGE_OF.values())}
-    language = LANGUAGE_OF[chosen.type]
+    language, state = LANGUAGE_OF[chosen.type], find("numba", "store", "state")
+    assert state is not None
     values: dict[str, Any] = {
         "halfbyte": __version__,
         "python": platform.python_version(),
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
         "device": str(chosen),
         "language": language,
         "kernels": written[language],
+        "kernel_cache": state(),
         "memory_available": {str(one): memory.available(one) for one in {chosen, torch.device("cpu")}},
         "vectors": machine.vector_features(),
         "threads": torch.get_num_threads(),
@@ -48,10 +50,19 @@ def run(args: argparse.Namespace) -> int:
         ("packages", ", ".join(f"{name} {found or 'absent'}" for name, found in values["packages"].items())),
         *((name, said) for name, said in devices.items()),
         ("memory", ", ".join(f"{size(free)} free on {name}" for name, free in values["memory_available"].items())),
+        ("kernels", kernel_cache(**values["kernel_cache"])),
         ("used", f"{chosen}, with {language} kernels for {written[language]} of {len(ops())} ops"),
     ]
     show(values, rows, args.json)
     return 0
+
+
+def kernel_cache(folder: str, lasts: bool, kernels: int, bytes: int) -> str:
+    if not lasts:
+        return (
+            f"{folder} cannot be used, so CPU kernels are compiled at every start; XDG_CACHE_HOME names another place"
+        )
+    return f"{kernels} compiled for this CPU, {size(bytes)} in {folder}"
 
 
 def version(name: str) -> str | None:

@@ -5,113 +5,99 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .terminal import bar, counter
+from ..errors import size
+from . import arguments as shared
+from .interrupts import interrupts
+from .terminal import printable, prompt_progress, tolerate_any_text
+
+if TYPE_CHECKING:
+    from ..cache import Cache
+    from ..models.decoder import Decoder
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="folder of an MLX checkpoint, or owner/name on the hub")
-    parser.add_argument("-p", "--prompt", required=True, help="the prompt; - reads it from standard input")
-    parser.add_argument("--system-prompt", help="put before the conversation")
-    parser.add_argument("-m", "--max-tokens", "-n", type=int, default=1024, help="of the reply (default: 1024)")
-    parser.add_argument("--ignore-chat-template", action="store_true", help="give the prompt to the model as it stands")
-    parser.add_argument(
-        "--chat-template-args", "--chat-template-config", metavar="JSON", help="e.g. an enable_thinking"
-    )
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the reply before this text")
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - (and nothing in a pipe) reads it there")
     parser.add_argument("--no-stream", action="store_true", help="print the reply when it is complete")
     parser.add_argument("--prompt-cache-file", type=Path, metavar="FILE", help="go on from, and keep, the text's state")
-    parser.add_argument("--prefill-step-size", type=int, metavar="N", help="tokens of a prompt computed at a time")
-    parser.add_argument("--load", choices=["read", "map"], default="read", help="map: weights stay in the files (CPU)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
-    sampling(parser)
-
-
-def sampling(parser: argparse.ArgumentParser) -> None:
-    """What is not given comes from the model's generation_config.json."""
-    parser.add_argument("--temp", "--temperature", dest="temperature", type=float, help="0 takes the likeliest token")
-    parser.add_argument("--top-p", type=float, help="keep the likeliest tokens of this probability together")
-    parser.add_argument("--top-k", type=int, help="keep so many of the likeliest tokens; 0 keeps all")
-    parser.add_argument("--min-p", type=float, help="keep tokens at least this fraction as likely as the likeliest")
-    parser.add_argument("--repetition-penalty", type=float, help="above 1: make what was said less likely")
-    parser.add_argument("--presence-penalty", type=float)
-    parser.add_argument("--frequency-penalty", type=float)
-    parser.add_argument("--seed", type=int, help="the same seed draws the same reply")
-
-
-SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-)  # fmt: skip
+    shared.add(parser, max_tokens=1024)
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer one prompt. The reply goes to standard output; speed and memory go to standard error."""
-    wishes, template_args = checked(args)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    wishes = shared.checked(args)
+    tolerate_any_text()
+    prompt = read_prompt(args)
+    with interrupts():
+        return answer(args, wishes, prompt)
 
+
+def answer(args: argparse.Namespace, wishes: shared.Wishes, prompt: str) -> int:
     from .. import cache_file
-    from ..generation import GenerationResponse, stream_generate
-    from ..loading import load
+    from ..generation import stream_generate
 
-    model, tokenizer = load(
-        args.model, args.device, args.dtype, revision=args.revision, offline=args.offline, load=args.load,
-        progress=bar("loading"),
-    )  # fmt: skip
+    model, tokenizer = shared.loaded(args)
+    start = time.perf_counter()
     if args.ignore_chat_template or not tokenizer.templates:
         ids = tokenizer.prompt_ids(prompt)
     else:
         system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
-        ids = tokenizer.chat_ids([*system, {"role": "user", "content": prompt}], **template_args)
+        ids = tokenizer.chat_ids([*system, {"role": "user", "content": prompt}], **wishes.template_args)
+    if not 0 < len(ids) < model.context:
+        args.parser.error(f"argument --prompt: it has {len(ids)} tokens, and the model takes 1 to {model.context - 1}")
     cache, held = kept_state(args, model, ids)
-    text, made, last = "", [], None
-    for last in stream_generate(
+    progress, text, made, first = prompt_progress(), "", [], 0.0
+    for piece in stream_generate(
         model, tokenizer, ids[held:], args.max_tokens, stop=args.stop, prefill_step_size=args.prefill_step_size,
-        prompt_cache=cache, prompt_progress_callback=counter("tokens of the prompt"), **wishes,
+        prompt_cache=cache, prompt_progress_callback=progress, **wishes.sampling,
     ):  # fmt: skip
-        text += last.text
-        made.append(last.token)
+        text += piece.text
+        made.append(piece.token)
+        first = first or time.perf_counter()
         if not (args.no_stream or args.json):
-            print(last.text, end="", flush=True)
-    assert isinstance(last, GenerationResponse)
+            print(printable(piece.text, sys.stdout), end="", flush=True)
     if cache is not None:
         cache_file.save(args.prompt_cache_file, model, cache, [*ids, *made[:-1]])
-    speed = {
-        "prompt_tokens": last.prompt_tokens, "prompt_tps": last.prompt_tps,
-        "generation_tokens": last.generation_tokens, "generation_tps": last.generation_tps,
-        "peak_memory": last.peak_memory,
+    result = {
+        "text": text, "finish_reason": piece.finish_reason, "prompt_tokens": piece.prompt_tokens,
+        "generation_tokens": piece.generation_tokens, "prompt_tps": piece.prompt_tps,
+        "generation_tps": piece.generation_tps, "ttft_s": first - start, "peak_memory": piece.peak_memory,
+        "model": args.model, "device": str(model.device),
     }  # fmt: skip
-    if args.json:
-        print(json.dumps({"text": text, "tokens": made, "finish_reason": last.finish_reason, **speed}))
-        return 0
-    print(text if args.no_stream else "")
-    print(
-        "prompt {prompt_tokens} tokens, {prompt_tps:.1f} tok/s; reply {generation_tokens} tokens, "
-        "{generation_tps:.1f} tok/s; peak memory {peak_memory:.2f} GB".format_map(speed),
-        file=sys.stderr,
-    )
+    report(result, args)
     return 0
 
 
-def checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was asked of sampling and of the template, refused before anything is loaded."""
-    from ..sampling import SamplingParams
-
-    wishes = {name: getattr(args, name) for name in SAMPLING}
-    try:
-        SamplingParams.of(None, **wishes)
-        template_args = json.loads(args.chat_template_args or "{}")
-    except ValueError as error:
-        args.parser.error(str(error))
-    if not isinstance(template_args, dict):
-        args.parser.error("argument --chat-template-args: a JSON object was expected")
-    if args.max_tokens < 1:
-        args.parser.error("argument --max-tokens: must be 1 or more")
-    return wishes, template_args
+def report(result: dict[str, Any], args: argparse.Namespace) -> None:
+    """The end of a reply that was streamed, or all of it; and what it took."""
+    if args.json:
+        print(json.dumps(result))
+        return
+    print(printable(result["text"], sys.stdout) if args.no_stream else "")
+    memory = size(int(result["peak_memory"] * 1e9))
+    print(
+        "prompt {prompt_tokens} tokens, {prompt_tps:.1f} tok/s; reply {generation_tokens} tokens, "
+        "{generation_tps:.1f} tok/s; first token {ttft_s:.2f} s; peak memory {memory}".format(**result, memory=memory),
+        file=sys.stderr,
+    )
 
 
-def kept_state(args: argparse.Namespace, model: Any, ids: list[int]) -> tuple[Any, int]:
+def read_prompt(args: argparse.Namespace) -> str:
+    if args.ignore_chat_template and args.system_prompt:
+        args.parser.error("argument --system-prompt: goes with a chat template, which --ignore-chat-template forgoes")
+    if args.prompt is None and sys.stdin.isatty():
+        args.parser.error("a prompt is needed: -p TEXT, or text from a pipe; `halfbyte chat` asks for it")
+    # The newline that ends what a pipe brings is the pipe's, as in "$(...)".
+    prompt: str = sys.stdin.read().removesuffix("\n") if args.prompt in (None, "-") else args.prompt
+    if not prompt.strip():
+        args.parser.error("argument --prompt: it is empty")
+    return prompt
+
+
+def kept_state(args: argparse.Namespace, model: Decoder, ids: list[int]) -> tuple[Cache | None, int]:
     """The cache to go on from, where a file for one is named, and how many of the ids it holds."""
     from .. import cache_file
 

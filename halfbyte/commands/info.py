@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..errors import size
+from .pull import located
 from .terminal import show
 
 
@@ -14,10 +15,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Say what a model is: architecture, bits, sizes. No weights are read."""
-    from .. import hub
     from ..accounting import skeleton
 
-    folder = hub.locate(args.model, revision=args.revision, offline=args.offline)
+    folder = located(args.model, args)
     checkpoint, _, account = skeleton(folder)
     bits = 8 * account.weights / account.parameters
     rows = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from .pull import located
 from .terminal import bar, show
 
 
@@ -33,9 +34,7 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"argument FILE: {args.file}: {error}")
 
     def loaded(name: str):  # type: ignore[no-untyped-def]
-        return load(
-            name, args.device, args.dtype, revision=args.revision, offline=args.offline, progress=bar(f"loading {name}")
-        )
+        return load(located(name, args), args.device, args.dtype, progress=bar(f"loading {name}"))
 
     model, tokenizer = loaded(args.model)
     ids = tokenizer.encode(text)

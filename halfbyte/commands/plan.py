@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..errors import size
+from .pull import located
 from .terminal import show
 
 STATE_ROUND_TRIP = 2  # recurrent states are read and written
@@ -19,11 +20,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Say what a model needs on device, host and disk, and how fast it can answer at the measured bandwidth."""
-    from .. import hub, memory
+    from .. import memory
     from ..accounting import skeleton
     from ..loading import pick_device
 
-    folder = hub.locate(args.model, revision=args.revision, offline=args.offline)
+    folder = located(args.model, args)
     _, _, account = skeleton(folder)
     device = pick_device(args.device)
     context = min(args.context or 8192, account.context)

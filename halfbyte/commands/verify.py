@@ -7,6 +7,7 @@ import hashlib
 import re
 from pathlib import Path
 
+from .pull import located
 from .terminal import bar, show
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -21,13 +22,12 @@ def run(args: argparse.Namespace) -> int:
     """Read a whole model: headers, names, shapes, finite values, and checksums where the hub's cache names them."""
     import torch
 
-    from .. import hub
     from ..accounting import skeleton
     from ..checkpoint import finite
     from ..checkpoint.reading import read
     from ..errors import CheckpointError
 
-    folder = hub.locate(args.model, revision=args.revision, offline=args.offline)
+    folder = located(args.model, args)
     checkpoint, ledger, _ = skeleton(folder)
     total = sum(path.stat().st_size for path in checkpoint.states)
     progress, done, sums = bar("verifying"), 0, {}
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         named = named_sum(path)
         if named not in (None, sums[path.name]):
             raise CheckpointError(
-                f"{path}: its sha256 is {sums[path.name]}, the hub's is {named}. Delete it and download it again."
+                f"{path}: its sha256 is {sums[path.name]}, the hub's is {named}. Fetch it again: `halfbyte pull`."
             )
     for span in ledger.wanted.values():
         finite.check(folder, read(checkpoint.states, [span], torch.device("cpu")), ledger.stacks, ledger.modes, "all")

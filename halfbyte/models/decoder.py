@@ -62,6 +62,7 @@ class Decoder:
             weights.skip("lm_head")
         self.expert_count = self.experts_per_token = 0  # of a layer; a mixture says how many
         self.fingerprint = ""  # of the checkpoint, once it is loaded
+        self.compiled = False  # whether compilation.py has seen to its kernels
         self.layers: list[Any] = []
 
     @staticmethod

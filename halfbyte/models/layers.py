@@ -23,6 +23,11 @@ from ..step import Run, Step
 from .rotary import Rope
 
 
+def wide_on_cpu(weight: Tensor) -> Tensor:
+    """A vector of weights as CPU kernels compute with it: widened once, which is exact, instead of at every call."""
+    return weight.float() if weight.is_cpu else weight
+
+
 class Linear:
     """y = x wᵀ, for a quantised or a dense weight [N, K]."""
 
@@ -50,7 +55,7 @@ class Norm:
     """y = x / sqrt(mean x² + eps) weight."""
 
     def __init__(self, weights: Weights, name: str, D: int, eps: float) -> None:
-        self.weight, self.eps = weights.tensor(f"{name}.weight", D), eps
+        self.weight, self.eps = wide_on_cpu(weights.tensor(f"{name}.weight", D)), eps
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None, **more: Tensor | float | None) -> Tensor:
         """In x's dtype, or rounded once to another."""
@@ -135,12 +140,17 @@ class Attention:
         return Kept(rows={"k": (self.kv_heads, self.D), "v": (self.kv_heads, self.D)})
 
     def __call__(self, x: Tensor, step: Step, kept: dict[str, Tensor]) -> Tensor:
-        q, k, v = self.q(x).unflatten(-1, (self.heads, -1)), self.k(x), self.v(x).unflatten(-1, (self.kv_heads, -1))
+        T = len(x)
+        q, k, v = (
+            self.q(x).view(T, self.heads, -1),
+            self.k(x).view(T, self.kv_heads, -1),
+            self.v(x).view(T, self.kv_heads, -1),
+        )
         q, gate = (q[..., : self.D], q[..., self.D :]) if self.gated else (q, None)
         q = self.rope(self.q_norm(q), step.positions)
-        k = self.rope(self.k_norm(k.unflatten(-1, (self.kv_heads, -1))), step.positions)
+        k = self.rope(self.k_norm(k), step.positions)
         o = attend(step, kept, q, k, v, scale=self.D**-0.5)
-        return self.o((o if gate is None else glu(gate, o, "sigmoid")).flatten(1))
+        return self.o((o if gate is None else glu(gate, o, "sigmoid")).view(T, -1))
 
 
 def attend(

@@ -15,7 +15,7 @@ from ..ops.rowwise import rms_norm
 from ..step import Run, Step
 from . import rotary
 from .decoder import Decoder, Layer, Mixer
-from .layers import Attention, GatedMLP, Linear, MixtureBlock, Norm
+from .layers import Attention, GatedMLP, Linear, MixtureBlock, Norm, wide_on_cpu
 from .qwen3 import expert_counts, sizes, softmax_mixture
 
 DENSE = ("qwen3_5", "qwen3_5_text")
@@ -74,7 +74,7 @@ class GatedDeltaNet:
             )
             self.b, self.a = weights.linear("in_proj_b", self.Hv, H), weights.linear("in_proj_a", self.Hv, H)
         self.conv = weights.tensor("conv1d.weight", self.C, self.width, 1)
-        self.a_log, self.dt_bias = weights.tensor("A_log", self.Hv), weights.tensor("dt_bias", self.Hv)
+        self.a_log, self.dt_bias = (wide_on_cpu(weights.tensor(name, self.Hv)) for name in ("A_log", "dt_bias"))
         self.norm = Norm(weights, "norm", self.Dv, eps)
         self.out = Linear(weights, "out_proj", H, self.Hv * self.Dv)
 
@@ -98,9 +98,10 @@ class GatedDeltaNet:
             return causal_conv(x, self.conv, kept["conv"], slots=run.slots)
 
         mixed = step.each_run(convolve, qmm(x, self.qkv))
-        q, k, v = mixed.split([self.Hk * self.Dk, self.Hk * self.Dk, self.Hv * self.Dv], -1)
+        keys, T = self.Hk * self.Dk, len(x)
+        q, k, v = mixed[:, :keys], mixed[:, keys : 2 * keys], mixed[:, 2 * keys :]
         q, k = (
-            rms_norm(part.unflatten(-1, (self.Hk, self.Dk)), None, QK_EPS / self.Dk, scale=scale)
+            rms_norm(part.view(T, self.Hk, self.Dk), None, QK_EPS / self.Dk, scale=scale)
             for part, scale in ((q, 1 / self.Dk), (k, self.Dk**-0.5))
         )
         g, beta = delta_gates(qmm(x, self.a), qmm(x, self.b), self.a_log, self.dt_bias)
@@ -109,9 +110,9 @@ class GatedDeltaNet:
             o: Tensor = gated_delta(*inputs, kept["state"], slots=run.slots)  # type: ignore[misc]
             return o
 
-        o = step.each_run(recur, q, k, v.unflatten(-1, (self.Hv, self.Dv)), g, beta)
-        gate = qmm(x, self.z).unflatten(-1, (self.Hv, self.Dv))
-        return self.out(self.norm(o, gate=gate).flatten(1))
+        o = step.each_run(recur, q, k, v.view(T, self.Hv, self.Dv), g, beta)
+        gate = qmm(x, self.z).view(T, self.Hv, self.Dv)
+        return self.out(self.norm(o, gate=gate).view(T, -1))
 
 
 def select(w: Packed | Tensor, rows: Tensor) -> Packed | Tensor:

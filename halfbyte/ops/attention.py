@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .cache import all_lengths, require_lengths, require_slots, rows_of
-from .dispatch import deliver, kernel, require, require_floats, require_out, wide
+from .dispatch import deliver, kernel, refuse, require, require_floats, require_out, wide
 
 LARGEST_HEAD = 512
 
@@ -53,7 +53,8 @@ def attention(
     require(fits, "attention", "v", "[slots, S, G, Dv] as k, Dv from 1 to 512", v, k)
     B, L, H, D = q.shape
     S, G, Dv = k.shape[1], k.shape[2], v.shape[3]
-    require(H > 0 and H % G == 0, "attention", "q", f"of a multiple of {G} heads", q)
+    if not (H > 0 and H % G == 0):
+        refuse("attention", "q", f"of a multiple of {G} heads", q)
     require(window is None or window > 0, "attention", "window", "above 0", window)
     require(softcap is None or softcap > 0, "attention", "softcap", "above 0", softcap)
     require_slots("attention", slots, B, k, distinct=False)
@@ -185,11 +186,11 @@ def _soft_sum(scores: Tensor, visible: Tensor, values: Tensor) -> tuple[Tensor, 
 
 def _require_room(op: str, lengths: Tensor | None, S: int, ring: int | None) -> None:
     """A length above S means a ring of at least `ring` rows: checked where lengths can be read at once."""
-    if lengths is not None and lengths.device.type == "cpu" and lengths.numel():
-        longest = int(lengths.max())
-        fits = longest <= S or (ring is not None and ring <= S)
-        room = "at most S" if ring is None else f"at most S, or S at least window + L - 1 = {ring} (a ring)"
-        require(fits, op, "lengths", room, longest, S)
+    if lengths is not None and lengths.is_cpu and lengths.shape[0]:
+        longest = max(lengths.tolist())
+        if longest > S and (ring is None or ring > S):
+            room = "at most S" if ring is None else f"at most S, or S at least window + L - 1 = {ring} (a ring)"
+            refuse(op, "lengths", room, longest, S)
 
 
 def _require_outs(op: str, out: Any, pair: bool, shape: tuple[int, ...], q: Tensor) -> tuple[Tensor | None, ...]:

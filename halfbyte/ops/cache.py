@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import INTEGERS, kernel, require, require_floats
+from .dispatch import INTEGERS, kernel, refuse, require, require_floats
 
 
 def append(
@@ -56,20 +56,23 @@ def require_slots(op: str, slots: Tensor | None, B: int, cache: Tensor, *, disti
         require(count >= B, op, "slots", f"given where {B} requests share {count} slots")
         return
     require_indices(op, "slots", slots, B, cache.device)
-    if slots.device.type == "cpu":
+    if slots.is_cpu and B:
         named = slots.tolist()
-        require(all(0 <= slot < count for slot in named), op, "slots", f"from 0 to {count - 1}", named)
+        if min(named) < 0 or max(named) >= count:
+            refuse(op, "slots", f"from 0 to {count - 1}", named)
         require(not distinct or len(set(named)) == B, op, "slots", "distinct", named)
 
 
 def require_lengths(op: str, lengths: Tensor | None, B: int, device: torch.device) -> None:
     if lengths is not None:
         require_indices(op, "lengths", lengths, B, device)
-        if lengths.device.type == "cpu":
-            require(B == 0 or int(lengths.min()) >= 0, op, "lengths", "0 or more", lengths.tolist())
+        if lengths.is_cpu and B and min(held := lengths.tolist()) < 0:
+            refuse(op, "lengths", "0 or more", held)
 
 
 def require_indices(op: str, name: str, indices: Tensor, B: int, device: torch.device) -> None:
+    if type(indices) is Tensor and indices.dtype in INTEGERS and indices.shape == (B,) and indices.device == device:
+        return
     require(isinstance(indices, Tensor), op, name, "a tensor", indices)
     require(indices.dtype in INTEGERS, op, name, "int32 or int64", indices)
     require(indices.shape == (B,), op, name, f"[{B}], one a request", indices)

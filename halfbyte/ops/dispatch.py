@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 
 def language(x: Tensor) -> str:
     """The language that runs ops on x. float64 always means the torch body: that is how a test asks for exactness."""
-    if x.dtype == torch.float64:
+    if x.dtype is torch.float64:
         return "torch"
     return _forced.get() or LANGUAGE_OF.get(x.device.type, "torch")
 
@@ -105,6 +105,15 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
     return repr(value)
+
+
+def usual(x: Any, shape: tuple[int, ...], device: torch.device) -> bool:
+    """Whether x is a plain tensor of floats of this shape on this device.
+
+    What `require` checks one by one, with a text for each, takes longer than a small kernel. So ops first ask whether
+    everything is as usual, in one expression, and only if it is not go through their contract.
+    """
+    return type(x) is Tensor and x.dtype in FLOATS and x.shape == shape and x.device == device
 
 
 def require_floats(op: str, device: torch.device, **tensors: Tensor | None) -> None:

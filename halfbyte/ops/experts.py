@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .dispatch import FLOATS, INTEGERS, deliver, kernel, require, require_floats, require_out, wide
+from .dispatch import FLOATS, INTEGERS, deliver, kernel, require, require_floats, require_out, usual, wide
 from .formats import Packed, require_format
 from .quant import exact_weights, require_ids
 from .rowwise import ACTIVATIONS, NAMED, activate
@@ -194,6 +194,13 @@ def _expert_weights(w: Projection, index: int, dtype: torch.dtype) -> Tensor:
 
 
 def _require_chosen(op: str, x: Tensor, ids: Tensor, w: Projection, argument: str = "w") -> None:
+    simple = type(w) is Packed and len(w.shape) == 3 and type(ids) is Tensor and ids.dtype in INTEGERS and ids.ndim == 2
+    if not (simple and ids.shape[1] and ids.device == w.device and usual(x, (ids.shape[0], w.shape[2]), w.device)):
+        _require_choice(op, x, ids, w, argument)
+    require_ids(op, "ids", ids, w.shape[0])
+
+
+def _require_choice(op: str, x: Tensor, ids: Tensor, w: Projection, argument: str) -> None:
     require(isinstance(x, Tensor), op, "x", "a tensor", x)
     require_floats(op, x.device, x=x)
     require(isinstance(ids, Tensor), op, "ids", "a tensor", ids)
@@ -206,7 +213,6 @@ def _require_chosen(op: str, x: Tensor, ids: Tensor, w: Projection, argument: st
     require(not isinstance(w, Tensor) or w.dtype in FLOATS, op, argument, "floats or quantised", w)
     shared, own = (ids.shape[0], w.shape[2]), (*ids.shape, w.shape[2])
     require(tuple(x.shape) in (shared, own), op, "x", "[T, K] or [T, A, K] for ids [T, A] and these weights", x, ids)
-    require_ids(op, "ids", ids, w.shape[0])
 
 
 def _slice(flat: Tensor, start: int, size: int) -> Tensor:

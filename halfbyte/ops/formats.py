@@ -10,6 +10,7 @@ A row of K weights is one little-endian bit stream of K codes in uint32 words: c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -73,16 +74,16 @@ class Packed:
                 words,
             )
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight that this stands for, [..., N, K]."""
         return (*self.words.shape[:-1], self.words.shape[-1] * 32 // self.bits)
 
-    @property
+    @cached_property
     def scale_dtype(self) -> torch.dtype:
         return self.scales.dtype
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.words.device
 

@@ -20,6 +20,8 @@ from .formats import (
     unpack,
 )
 
+FEW = 32  # ids: so many Python looks through before torch has begun
+
 __all__ = ["Packed", "dequantize", "embed", "exact_weights", "qmm", "quantize", "require_ids"]
 
 
@@ -100,6 +102,22 @@ def qmm(x: Tensor, w: Packed | Tensor, *, transpose: bool = True, out: Tensor | 
     Sums in float32; y has the dtype of x. A quantised weight counts as the exact scale q + bias. `out` must not
     overlap x.
     """
+    plain = type(w) is Packed and len(w.shape) == 2 and transpose and out is None and type(x) is Tensor
+    if not (plain and x.dtype in FLOATS and x.ndim and x.shape[-1] == w.shape[1] and x.device == w.device):
+        _require_product(x, w, transpose, out)
+    if found := kernel("quant", "qmm", x):
+        return found(x, w, transpose=transpose, out=out)  # type: ignore[no-any-return]
+    lead, wider = w.shape[:-2], wide(x)
+    dense = exact_weights(w, wider.dtype)
+    y = (
+        torch.einsum("...nk,...k->...n" if transpose else "...nk,...n->...k", dense, wider)
+        if lead
+        else (wider @ (dense.mT if transpose else dense))
+    )
+    return deliver(y, x.dtype, out)
+
+
+def _require_product(x: Tensor, w: Packed | Tensor, transpose: bool, out: Tensor | None) -> None:
     require(isinstance(x, Tensor), "qmm", "x", "a tensor", x)
     require_floats("qmm", x.device, x=x)
     require(isinstance(w, Packed | Tensor), "qmm", "w", "a Packed or a tensor", w)
@@ -111,16 +129,6 @@ def qmm(x: Tensor, w: Packed | Tensor, *, transpose: bool = True, out: Tensor | 
     if x.ndim <= len(lead) or tuple(x.shape[x.ndim - 1 - len(lead) :]) != (*lead, inner):
         refuse("qmm", "x", f"[..., {', '.join(map(str, (*lead, inner)))}] for this w", x, shape)
     require_out("qmm", out, (*x.shape[:-1], width), x.dtype, x.device)
-    if found := kernel("quant", "qmm", x):
-        return found(x, w, transpose=transpose, out=out)  # type: ignore[no-any-return]
-    wider = wide(x)
-    dense = exact_weights(w, wider.dtype)
-    y = (
-        torch.einsum("...nk,...k->...n" if transpose else "...nk,...n->...k", dense, wider)
-        if lead
-        else (wider @ (dense.mT if transpose else dense))
-    )
-    return deliver(y, x.dtype, out)
 
 
 def exact_weights(w: Packed | Tensor, dtype: torch.dtype) -> Tensor:
@@ -154,8 +162,12 @@ def embed(ids: Tensor, w: Packed | Tensor, dtype: torch.dtype = torch.float32, *
 
 def require_ids(op: str, argument: str, ids: Tensor, count: int) -> None:
     """Ids lie in [0, count). Read on a CPU only: a GPU would have to be waited for, so there the caller checks."""
-    if ids.device.type == "cpu" and ids.numel():
-        low, high = (int(edge) for edge in ids.aminmax())
+    if ids.is_cpu and (size := ids.numel()):
+        if size <= FEW:
+            listed = ids.flatten().tolist()
+            low, high = min(listed), max(listed)
+        else:
+            low, high = (int(edge) for edge in ids.aminmax())
         if low < 0 or high >= count:
             refuse(op, argument, f"in [0, {count})", low, high)
 

@@ -72,7 +72,7 @@ def delta_gates(
     require(b.shape == a.shape, "delta_gates", "b", "of a's shape", b, a)
     for name, one in (("a_log", a_log), ("dt_bias", dt_bias)):
         require(one.shape == a.shape[-1:], "delta_gates", name, "[Hv], the last axis of a", one, a)
-    dtype = wide(a[:0]).dtype
+    dtype = torch.float64 if a.dtype is torch.float64 else torch.float32
     require(out is None or (isinstance(out, tuple) and len(out) == 2), "delta_gates", "out", "(g, beta)", out)
     for one in out or ():
         require_out("delta_gates", one, a.shape, dtype, a.device)

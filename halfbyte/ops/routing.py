@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import INTEGERS, deliver, kernel, require, require_floats, require_out, wide
+from .dispatch import INTEGERS, deliver, kernel, refuse, require, require_floats, require_out, wide
 
 KINDS = ("softmax", "sigmoid")
 ORDERS = ("score", "slot")
+NAMED_KINDS, NAMED_ORDERS = f"one of {', '.join(KINDS)}", f"one of {', '.join(ORDERS)}"
 MOST_EXPERTS = 4096
 EMPTY_SLOT = -1e30
 
@@ -107,10 +108,11 @@ def _require_route(
     require(isinstance(logits, Tensor), "route", "logits", "a tensor", logits)
     require_floats("route", logits.device, logits=logits, bias=bias, per_expert_scale=per_expert_scale)
     E = logits.shape[-1] if logits.ndim else 0
-    require(1 <= E <= MOST_EXPERTS, "route", "logits", f"[..., E] with 1 <= E <= {MOST_EXPERTS}", logits)
+    if not 1 <= E <= MOST_EXPERTS:
+        refuse("route", "logits", f"[..., E] with 1 <= E <= {MOST_EXPERTS}", logits)
     require(isinstance(k, int) and 1 <= k <= E, "route", "k", "an integer from 1 to E", k, logits)
-    require(kind in KINDS, "route", "kind", f"one of {', '.join(KINDS)}", kind)
-    require(order in ORDERS, "route", "order", f"one of {', '.join(ORDERS)}", order)
+    require(kind in KINDS, "route", "kind", NAMED_KINDS, kind)
+    require(order in ORDERS, "route", "order", NAMED_ORDERS, order)
     for name, each in (("bias", bias), ("per_expert_scale", per_expert_scale)):
         require(each is None or each.shape == (E,), "route", name, "[E], the last axis of logits", each, logits)
     both = (groups is None) == (keep_groups is None)
@@ -184,7 +186,8 @@ def _require_combine(
     require(weights.shape == y.shape[:-1], "combine", "weights", "[..., A] of y [..., A, D]", weights, y)
     shape = (*y.shape[:-2], y.shape[-1])
     for name, each in (("residual", residual), ("shared", shared)):
-        require(each is None or each.shape == shape, "combine", name, f"of shape {list(shape)}", each)
+        if each is not None and each.shape != shape:
+            refuse("combine", name, f"of shape {list(shape)}", each)
     if shared_gate is not None:
         require(shared is not None, "combine", "shared_gate", "given only with shared")
         one_each = shared_gate.shape in (shape[:-1], (*shape[:-1], 1))

@@ -6,13 +6,13 @@ tensor, for working in place); any other overlap is undefined.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .dispatch import FLOATS, INTEGERS, deliver, kernel, require, require_floats, require_out, wide
+from .dispatch import FLOATS, INTEGERS, deliver, kernel, require, require_floats, require_out, usual, wide
 
 ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid")
 NAMED = f"one of {', '.join(ACTIVATIONS)}"
@@ -42,18 +42,11 @@ def rms_norm(
     laid out [..., H, T, D]. `out` is a tensor, or a tuple where several are returned; it may be x, add, mul, gate or
     residual, but not with `head_major`.
     """
-    _require_rows("rms_norm", x, weight, eps)
-    require_floats("rms_norm", x.device, add=add, mul=mul, gate=gate, residual=residual)
-    for name, other in (("add", add), ("mul", mul), ("gate", gate), ("residual", residual)):
-        require(other is None or other.shape == x.shape, "rms_norm", name, "of x's shape", other, x)
-    _require_scale("rms_norm", scale, x)
-    require(extra_dtype is None or extra_dtype in FLOATS, "rms_norm", "extra_dtype", "a float dtype", extra_dtype)
-    require(not head_major or x.ndim >= 3, "rms_norm", "x", "[..., T, H, D] for head_major", x)
-    natural, turned = tuple(x.shape), _head_major(x.shape) if head_major else tuple(x.shape)
-    shapes = [(natural if extra_dtype else turned, x.dtype)]
-    shapes += [(natural, x.dtype)] if return_sum else []
-    shapes += [(turned, extra_dtype)] if extra_dtype else []
-    outs = _require_outs("rms_norm", out, shapes, x.device)
+    others = {"add": add, "mul": mul, "gate": gate, "residual": residual}
+    simple = out is None and extra_dtype is None and not head_major and (scale is None or type(scale) is float)
+    if not (simple and eps >= 0 and _usual_rows(x, weight, others.values())):
+        _require_norm(x, weight, eps, others, scale, extra_dtype, head_major)
+        _require_outs("rms_norm", out, _norm_shapes(x, return_sum, extra_dtype, head_major), x.device)
     if found := kernel("rowwise", "rms_norm", x):
         return found(
             x, weight, eps, add=add, mul=mul, gate=gate, residual=residual, scale=scale, return_sum=return_sum,
@@ -68,8 +61,46 @@ def rms_norm(
     y = _scaled(y, scale)
     copy = y.transpose(-3, -2) if head_major else y
     results = [y if extra_dtype else copy] + ([s] if return_sum else []) + ([copy] if extra_dtype else [])
+    shapes = _norm_shapes(x, return_sum, extra_dtype, head_major)
+    outs = _require_outs("rms_norm", out, shapes, x.device)
     done = tuple(deliver(r.contiguous(), d, o) for r, (_, d), o in zip(results, shapes, outs, strict=True))
     return done if len(done) > 1 else done[0]
+
+
+def _norm_shapes(
+    x: Tensor, return_sum: bool, extra_dtype: torch.dtype | None, head_major: bool
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each result."""
+    natural, turned = tuple(x.shape), _head_major(x.shape) if head_major else tuple(x.shape)
+    shapes = [(natural if extra_dtype else turned, x.dtype)]
+    shapes += [(natural, x.dtype)] if return_sum else []
+    return shapes + ([(turned, extra_dtype)] if extra_dtype else [])
+
+
+def _usual_rows(x: Tensor, weight: Tensor | None, others: Iterable[Tensor | None]) -> bool:
+    if not (type(x) is Tensor and x.dtype in FLOATS and x.ndim and x.shape[-1] > 0):
+        return False
+    shape, device = x.shape, x.device
+    fits = weight is None or usual(weight, shape[-1:], device)
+    return fits and all(other is None or usual(other, shape, device) for other in others)
+
+
+def _require_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    others: dict[str, Tensor | None],
+    scale: float | Tensor | None,
+    extra_dtype: torch.dtype | None,
+    head_major: bool,
+) -> None:
+    _require_rows("rms_norm", x, weight, eps)
+    require_floats("rms_norm", x.device, **others)
+    for name, other in others.items():
+        require(other is None or other.shape == x.shape, "rms_norm", name, "of x's shape", other, x)
+    _require_scale("rms_norm", scale, x)
+    require(extra_dtype is None or extra_dtype in FLOATS, "rms_norm", "extra_dtype", "a float dtype", extra_dtype)
+    require(not head_major or x.ndim >= 3, "rms_norm", "x", "[..., T, H, D] for head_major", x)
 
 
 def rms_norm_many(
@@ -133,11 +164,13 @@ def glu(gate: Tensor, up: Tensor, activation: str = "silu", *, out: Tensor | Non
 
     gate, up [...]   ->   y [...], dtype of up. `out` may be gate or up.
     """
-    require(isinstance(up, Tensor), "glu", "up", "a tensor", up)
-    require_floats("glu", up.device, gate=gate, up=up)
-    require(gate.shape == up.shape, "glu", "gate", "of up's shape", gate, up)
-    require(activation in ACTIVATIONS, "glu", "activation", NAMED, activation)
-    require_out("glu", out, up.shape, up.dtype, up.device)
+    simple = type(up) is Tensor and up.dtype in FLOATS and activation in ACTIVATIONS and out is None
+    if not (simple and usual(gate, up.shape, up.device)):
+        require(isinstance(up, Tensor), "glu", "up", "a tensor", up)
+        require_floats("glu", up.device, gate=gate, up=up)
+        require(gate.shape == up.shape, "glu", "gate", "of up's shape", gate, up)
+        require(activation in ACTIVATIONS, "glu", "activation", NAMED, activation)
+        require_out("glu", out, up.shape, up.dtype, up.device)
     if found := kernel("rowwise", "glu", up):
         return found(gate, up, activation, out=out)  # type: ignore[no-any-return]
     return deliver(activate(wide(gate), activation) * wide(up), up.dtype, out)

@@ -9,16 +9,17 @@ are copied with zeros added.
 
 import numpy as np
 import torch
-from numba import get_num_threads, prange, set_num_threads
+from numba import get_num_threads, prange
 
 from . import lanes
 from .cache import indices, strided
-from .compiled import alone, inlined, inner, kernel, unfolded
+from .compiled import alone, inlined, inner, kernel
+from .lanes import compiled_once
 from .tiles import MINUS_INF, TILE, attend_tile, finish_query, merge_tile
 from .views import SERIAL, destination, finish, floats
 
 BLOCK = 64  # queries that share each load of a tile: a block's queries, scores and sums stay in a core's L2
-SMALL = 1 << 19  # multiply-adds below which a call stays on its thread
+SMALL = 1 << 20  # multiply-adds below which a call stays on its thread
 
 
 @inlined
@@ -109,11 +110,14 @@ def attend_block(
                 merge_tile(running, row_of(first + query, b, g, L, H, G), peaks, sums, o, query, Dv)
 
 
-@unfolded
+@inner
 def run_task(q, q_pe, k, e, v, strides, slots, lengths, sizes, options, tiles, starts, parts, running, turn, count):
     """Task `turn`: a (block, tile) pair where there are parts, else a block with all its tiles."""
+    compiled_once()
     if parts[0].size:
-        block = np.searchsorted(starts, turn, side="right") - 1
+        block = 0
+        while starts[block + 1] <= turn:
+            block += 1
         tile_from = tiles[block, 0] + turn - starts[block]
         tile_to = tile_from + 1
     else:
@@ -129,6 +133,7 @@ def run_task(q, q_pe, k, e, v, strides, slots, lengths, sizes, options, tiles, s
 @inner
 def merge_query(sizes, starts, count, parts, running, query):
     """The parts of one query of one block, in order, and its result."""
+    compiled_once()
     L, H, G, _, _, Dv, _ = sizes
     peaks, sums, o = parts
     b, g, first, real = block_at(query // count, L, H, G)
@@ -143,50 +148,42 @@ def merge_query(sizes, starts, count, parts, running, query):
 @kernel
 def attention_kernel(
     q, q_pe, k, e, v, strides, slots, lengths, sizes, options, tiles, starts, count, part_peaks, part_sums, part_o,
-    peaks, sums, y,
+    peaks, sums, y, serial,
 ):  # fmt: skip
-    """The tiles of every query, merged into the running states or, in a split call, left in parts for merge_kernel."""
+    """The tiles of every query, merged as they come or, in a split call, from parts; lse in place of `peaks`."""
     parts, running = (part_peaks, part_sums, part_o), (peaks, sums, y)
-    tasks = starts[-1] if part_peaks.size else len(tiles)
-    for turn in prange(tasks):
-        run_task(
-            q,
-            q_pe,
-            k,
-            e,
-            v,
-            strides,
-            slots,
-            lengths,
-            sizes,
-            options,
-            tiles,
-            starts,
-            parts,
-            running,
-            np.int64(turn),
-            count,
-        )
-
-
-@kernel
-def merge_kernel(sizes, starts, count, part_peaks, part_sums, part_o, peaks, sums, y):
-    """The results of all queries from their parts, or from what is merged already; lse in place of `peaks`."""
-    parts, running = (part_peaks, part_sums, part_o), (peaks, sums, y)
-    for query in prange((len(starts) - 1) * count):
-        merge_query(sizes, starts, count, parts, running, np.int64(query))
+    queries = len(tiles) * count
+    if serial:
+        for turn in range(len(tiles)):
+            run_task(
+                q, q_pe, k, e, v, strides, slots, lengths, sizes, options, tiles, starts, parts, running, turn, count
+            )
+    else:
+        tasks = starts[-1] if part_peaks.size else len(tiles)
+        for turn in prange(tasks):
+            run_task(
+                q, q_pe, k, e, v, strides, slots, lengths, sizes, options, tiles, starts, parts, running,
+                np.int64(turn), count,
+            )  # fmt: skip
+    if part_o.size < SERIAL and y.size < SERIAL:
+        for query in range(queries):
+            merge_query(sizes, starts, count, parts, running, query)
+    else:
+        for query in prange(queries):
+            merge_query(sizes, starts, count, parts, running, np.int64(query))
 
 
 @alone
-def plan(blocks, L, H, G, lengths, causal, window, S):
-    """Each block's tiles, first and end; where its first (block, tile) pair stands among all; the positions of all."""
-    tiles, starts, positions = np.empty((blocks, 2), np.int64), np.zeros(blocks + 1, np.int64), 0
-    for block in range(blocks):
+def plan(L, H, G, lengths, causal, window, S, tiles, starts):
+    """Each block's tiles, first and end; where its first (block, tile) pair stands among all; returns the positions of
+    all blocks together."""
+    positions = 0
+    for block in range(len(tiles)):
         low, high = block_span(block, L, H, G, lengths, causal, window, S)
         tiles[block, 0], tiles[block, 1] = low // TILE, (high + TILE - 1) // TILE
         starts[block + 1] = starts[block] + tiles[block, 1] - tiles[block, 0]
         positions += high - low
-    return tiles, starts, positions
+    return positions
 
 
 def attention(
@@ -222,24 +219,19 @@ def launch(q, q_pe, keys, more, values, slots, lengths, sizes, options, Dv, retu
     y = destination((*q.shape[:3], wide), outs[0] if wide == Dv else None).zero_()
     lse = torch.full(q.shape[:3], -torch.inf)
     if y.numel():
-        lengths = indices(lengths, np.full(B, S))
+        lengths = np.full(B, S) if lengths is None else indices(lengths, B)
         shared, threads = L * (H // G), get_num_threads()
         blocks, count = B * G * ((shared + BLOCK - 1) // BLOCK), (min(BLOCK, shared) + 3) // 4 * 4
-        tiles, starts, positions = plan(blocks, L, H, G, lengths, options[1], options[2], S)
+        tiles, starts = np.zeros((blocks, 2), np.int64), np.zeros(blocks + 1, np.int64)
+        positions = plan(L, H, G, lengths, options[1], options[2], S, tiles, starts)
         serial = positions * count * (D + P + wide) < SMALL
         spots = int(starts[-1]) * count if not serial and blocks < 4 * threads else 0
         parts = np.empty(spots, np.float32), np.empty(spots, np.float32), np.empty(spots * wide, np.float32)
         running = floats(lse), np.zeros(lse.numel(), np.float32), floats(y)
-        try:
-            set_num_threads(1 if serial else threads)
-            attention_kernel(
-                floats(q), floats(q_pe), keys[0], more[0], values[0], (*keys[1][:3], *more[1][:3], *values[1][:3]),
-                indices(slots, np.arange(B)), lengths, sizes, options, tiles, starts, count, *parts, *running,
-            )  # fmt: skip
-            set_num_threads(1 if spots * wide < SERIAL and y.numel() < SERIAL else threads)
-            merge_kernel(sizes, starts, count, *parts, *running)
-        finally:
-            set_num_threads(threads)
+        attention_kernel(
+            floats(q), floats(q_pe), keys[0], more[0], values[0], (*keys[1][:3], *more[1][:3], *values[1][:3]),
+            indices(slots, B), lengths, sizes, options, tiles, starts, count, *parts, *running, serial,
+        )  # fmt: skip
     y = finish(y if wide == Dv else y[..., :Dv].contiguous(), q.dtype, outs[0])
     return (y, finish(lse, torch.float32, outs[1])) if return_lse else y
 
@@ -265,7 +257,7 @@ def merge_states_kernel(o1, lse1, o2, lse2, o, lse, D):
             merge_states_row(o1, lse1, o2, lse2, o, lse, row, D)
     else:
         for row in prange(lse.size):
-            merge_states_row(o1, lse1, o2, lse2, o, lse, row, D)
+            merge_states_row(o1, lse1, o2, lse2, o, lse, np.intp(row), D)
 
 
 def merge_states(o1, lse1, o2, lse2, *, out=None):

@@ -5,7 +5,7 @@ import torch
 from numba import prange
 
 from .compiled import inner, kernel
-from .lanes import copy_bytes
+from .lanes import compiled_once, copy_bytes
 from .views import SERIAL
 
 STORED = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
@@ -25,13 +25,14 @@ def strided(t):
 
 
 def indices(given, default):
-    """int64 array of the given indices, or the default."""
-    return default if given is None else given.to(torch.int64).contiguous().numpy()
+    """int64 array of the given indices, or of 0, 1, ... `default`."""
+    return np.arange(default) if given is None else given.to(torch.int64).contiguous().numpy()
 
 
 @inner
 def copy_row(cache, slot_step, row_step, S, new, slots, ends, L, size, task):
     """Row task % L of request task // L, to its place in the cache; a ring keeps only the last S of a request."""
+    compiled_once()
     b, i = task // L, task % L
     if i >= L - S:
         copy_bytes(cache + slots[b] * slot_step + (ends[b] - L + i) % S * row_step, new + task * size, size)
@@ -53,13 +54,13 @@ def append(cache, new, *, slots=None, lengths=None, ring=False):
     B, L, S = new.shape[0], new.shape[1], cache.shape[1]
     if new.numel() == 0:
         return cache
-    slots, ends = indices(slots, np.arange(B)), indices(lengths, np.full(B, L))
+    slots, ends = indices(slots, B), np.full(B, L) if lengths is None else indices(lengths, B)
     rows = new.to(cache.dtype).contiguous()
-    if cache[0, 0].is_contiguous():
+    if cache.is_contiguous() or cache[0, 0].is_contiguous():
         width = cache.element_size()
         slot_step, row_step = cache.stride(0) * width, cache.stride(1) * width
         append_kernel(
-            cache.data_ptr(), slot_step, row_step, S, rows.data_ptr(), slots, ends, L, rows[0, 0].numel() * width
+            cache.data_ptr(), slot_step, row_step, S, rows.data_ptr(), slots, ends, L, rows.numel() // (B * L) * width
         )
     else:  # a row with gaps: filled in a copy, which is then copied back
         whole = cache.contiguous()

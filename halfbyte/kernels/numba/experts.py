@@ -3,10 +3,12 @@
 One token and many take the same way: an expert's weights stream by once, for all the rows that chose it.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 from .products import Activations, format_of, multiply
-from .quant import NV_RANGE, matrix_addresses
+from .quant import NV_RANGE, matrices
 from .rowwise import ACTIVATION, glu_kernel
 from .views import destination, finish, floats
 
@@ -15,22 +17,34 @@ class Choices:
     """The jobs that ids [T, A] make: which experts, and which rows each of them gets."""
 
     def __init__(self, ids, shared):
-        flat = ids.numpy().reshape(-1)
+        flat, A = ids.numpy().reshape(-1), ids.shape[1]
+        if flat.size == A:  # one token: a job for each choice
+            self.experts, (self.pairs, self.first, zeros) = flat, one_token(A)
+            self.x_rows = zeros if shared else self.pairs
+            return
         self.pairs = np.argsort(flat, kind="stable")
         self.experts, starts = np.unique(flat[self.pairs], return_index=True)
         self.first = np.append(starts, flat.size)
-        self.x_rows = self.pairs // ids.shape[1] if shared else self.pairs
+        self.x_rows = self.pairs // A if shared else self.pairs
+
+
+@lru_cache(maxsize=64)
+def one_token(A):
+    return np.arange(A), np.arange(A + 1), np.zeros(A, np.int64)
 
 
 def expert_addresses(w):
     """int64 [3, E] of words, scales and biases, and what must stay alive while they are used."""
-    return (w.addresses.numpy(), w) if hasattr(w, "addresses") else matrix_addresses(w)
+    if hasattr(w, "addresses"):
+        return w.addresses.numpy(), w
+    found = matrices(w)
+    return found.addresses, found
 
 
 def project(choices, w, activations, x_rows, y):
     """y[pair] = w[expert of the pair] x; y is a float32 array [pairs, N]."""
     addresses, kept = expert_addresses(w)
-    chosen = np.ascontiguousarray(addresses[:, choices.experts])
+    chosen = addresses.take(choices.experts, 1)
     multiply(activations, chosen, choices.first, x_rows, choices.pairs, y.reshape(-1), w.shape[1])
     del kept
     scale = getattr(w, "global_scale", None)

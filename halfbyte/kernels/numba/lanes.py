@@ -14,7 +14,8 @@ import operator
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, overload, register_model
+from numba.core.typing.templates import ConcreteTemplate, infer_global
+from numba.extending import intrinsic, lower_builtin, models, register_model
 
 WIDTH = 16
 
@@ -213,27 +214,32 @@ def fma(typing, x, y, z):
 
 
 def _binary(symbol, emit):
-    @intrinsic
-    def apply(typing, x, y):
-        if x != f32x16 or y != f32x16:
-            return None
+    """An operator between lanes. (`overload` would compile a function for each.)"""
 
-        def generate(context, builder, signature, args):
-            return emit(builder, args[0], args[1])
+    @infer_global(symbol)
+    class Typed(ConcreteTemplate):
+        cases = (f32x16(f32x16, f32x16),)
 
-        return f32x16(f32x16, f32x16), generate
-
-    @overload(symbol)
-    def overloaded(x, y):
-        if x == f32x16 and y == f32x16:
-            return lambda x, y: apply(x, y)
-        return None
+    @lower_builtin(symbol, f32x16, f32x16)
+    def generate(context, builder, signature, args):
+        return emit(builder, *args)
 
 
-_binary(operator.add, lambda builder, x, y: builder.fadd(x, y))
-_binary(operator.sub, lambda builder, x, y: builder.fsub(x, y))
-_binary(operator.mul, lambda builder, x, y: builder.fmul(x, y))
-_binary(operator.truediv, lambda builder, x, y: builder.fdiv(x, y))
+_binary(operator.add, ir.IRBuilder.fadd)
+_binary(operator.sub, ir.IRBuilder.fsub)
+_binary(operator.mul, ir.IRBuilder.fmul)
+_binary(operator.truediv, ir.IRBuilder.fdiv)
+
+
+@intrinsic
+def compiled_once(typing):
+    """Said in a function that a kernel calls both in a loop and in a prange: LLVM shall not copy it into both."""
+
+    def generate(context, builder, signature, args):
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 @intrinsic

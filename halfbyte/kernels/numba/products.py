@@ -14,11 +14,12 @@ from numba import prange
 
 from .compiled import inner, kernel
 from .dots import VALUES, dot4x1, dot4x4, dot_exact, permute_block, powers, token
-from .lanes import WIDTH, load, total
+from .lanes import WIDTH, compiled_once, load, total
+from .views import NOTHING
 
 CHUNK = 32  # rows of activations that pass over a matrix together: 512 KB at K = 4096
 RUNS = 64  # parts of a call that threads share out: long streams, and still even shares
-SMALL = 1 << 15  # multiplications: below this the work stays on the calling thread
+SMALL = 1 << 20  # multiplications, 40 us of one thread: waking another that sleeps takes 100
 EXACT = 1 << 15  # weights: many rows of activations would feel it in larger matrices
 KIND = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -59,6 +60,7 @@ def prepare_row(x, base, K, lane_values, powers, group, prepared, place, sums, s
 
     Returns whether a sum is not finite.
     """
+    compiled_once()
     values = powers.size
     wide = WIDTH * values
     whole = K - K % wide
@@ -98,7 +100,7 @@ class Activations:
 
     def __init__(self, form, x, K):
         rows, self.stride = x.size // K, form.row_stride(K)
-        self.form, self.K, self.odd, self.sums = form, K, 0, np.empty(0, np.float32)
+        self.form, self.K, self.odd, self.sums = form, K, 0, NOTHING
         if form.dense and self.stride == K:
             self.prepared = x
             return
@@ -116,6 +118,7 @@ def product_tiles(
 ):
     """Tasks low .. high: task t is four weight rows of job t // tiles, a quarter of its matrix apart, times the rows
     of activations that the job lists from `start` on, `chunk` at most."""
+    compiled_once()
     tiles, last = (N + 3) // 4, N - 1
     for task in range(low, high):
         j, tile = task // tiles, task % tiles
@@ -145,38 +148,53 @@ def products_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, 
         most = max(most, first[j + 1] - first[j])
     runs = min(tasks, RUNS)
     for start in range(0, most, CHUNK):
-        for index in prange(runs):
-            run = np.intp(index)
+        if x_rows.size * N * K < SMALL:
             product_tiles(
                 form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, start, CHUNK, x, stride, sums, G, y,
-                tasks * run // runs, tasks * (run + 1) // runs,
+                np.intp(0), tasks,
             )  # fmt: skip
+        else:
+            for index in prange(runs):
+                run = np.intp(index)
+                product_tiles(
+                    form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, start, CHUNK, x, stride, sums,
+                    G, y, tasks * run // runs, tasks * (run + 1) // runs,
+                )  # fmt: skip
 
 
 @inner
-def exact_product(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, task):
-    """Task (listed row of activations, row of weights)."""
-    i, n = task // N, task % N
-    j = np.searchsorted(first, i, side="right") - 1
-    at = x_rows[i] * stride
-    y[y_rows[i] * N + n] = dot_exact(form, grouping, K, words[j], scales[j], biases[j], n, x, at)
+def exact_products(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, low, high):
+    """Tasks low .. high: task t is listed row t // N of activations times row t % N of the weights of its job."""
+    compiled_once()
+    j = 0
+    for task in range(low, high):
+        i, n = task // N, task % N
+        while first[j + 1] <= i:
+            j += 1
+        at = x_rows[i] * stride
+        y[y_rows[i] * N + n] = dot_exact(form, grouping, K, words[j], scales[j], biases[j], n, x, at)
 
 
 @kernel
 def exact_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y):
     """As products_kernel, with the weights and sums of `dot_exact`."""
     tasks = x_rows.size * N
-    if tasks * K < SMALL:
-        for task in range(tasks):
-            exact_product(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, task)
+    runs = min(tasks, RUNS)
+    if tasks * K < SMALL // 2:  # float64 takes longer
+        exact_products(
+            form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, np.intp(0), tasks
+        )
     else:
-        for index in prange(tasks):
-            task = np.intp(index)
-            exact_product(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, task)
+        for index in prange(runs):
+            run = np.intp(index)
+            exact_products(
+                form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, tasks * run // runs,
+                tasks * (run + 1) // runs,
+            )  # fmt: skip
 
 
 def multiply(activations, addresses, first, x_rows, y_rows, y, N):
-    """Run jobs. addresses: int64 [3, J] of words, scales, biases; y: flat float32, rows of N."""
+    """Run jobs. addresses: of words, scales, biases, int64 [J] each; y: flat float32, rows of N."""
     form, K, sums = activations.form, activations.K, activations.sums
     jobs = (form.form, form.grouping, K, N, *addresses)
     x, stride = activations.prepared, activations.stride

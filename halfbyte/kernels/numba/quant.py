@@ -12,9 +12,9 @@ from numba import prange
 
 from .compiled import inlined, inner, kernel
 from .dots import row_values
-from .lanes import WIDTH, fma, load, splat, store, zeros
+from .lanes import WIDTH, compiled_once, fma, load, splat, store, zeros
 from .products import Activations, format_of, multiply
-from .views import SERIAL, destination, finish, floats
+from .views import SERIAL, address, destination, finish, floats
 
 NV_RANGE = 448.0 * 6.0
 
@@ -26,34 +26,50 @@ def row_lists(rows, jobs):
     return order, np.arange(jobs + 1) * rows
 
 
-def matrix_addresses(w):
-    """int64 [3, J]: where the words, scales and biases of each matrix of a stack begin; and what must stay alive."""
-    parts = (w.words, w.scales, w.biases) if hasattr(w, "bits") else (w, None, None)
-    kept = [None if t is None else t.contiguous() for t in parts]
-    bases = [0 if t is None else t.data_ptr() for t in kept]
-    jobs = prod(w.shape[:-2])
-    if jobs == 1:
-        return np.array(bases, np.int64).reshape(3, 1), kept
-    steps = [0 if t is None else t.stride(-3) * t.element_size() for t in kept]
-    return np.array(bases)[:, None] + np.array(steps)[:, None] * np.arange(jobs), kept
+class Matrices:
+    """One matrix or a stack of them, as kernels take it: its format, and where its parts begin.
+
+    Parts that are not contiguous are copied; the copies live as long as this does.
+    """
+
+    def __init__(self, w, parts):
+        self.form, self.kept = format_of(w), [None if t is None else t.contiguous() for t in parts]
+        bases = np.array([0 if t is None else t.data_ptr() for t in self.kept])
+        self.jobs, (self.N, self.K) = prod(w.shape[:-2]), w.shape[-2:]
+        steps = [0 if t is None or t.ndim < 3 else t.stride(-3) * t.element_size() for t in self.kept]
+        self.addresses = bases[:, None] + np.array(steps)[:, None] * np.arange(self.jobs)  # int64 [3, jobs]
+        self.starts = tuple(self.addresses)
+        self.lasting = all(t is given for t, given in zip(self.kept, parts, strict=True))
+
+
+def matrices(w):
+    """The Matrices of a weight; a quantised one keeps its own, for as long as its parts lie where they do."""
+    if not hasattr(w, "bits"):
+        return Matrices(w, (w, None, None))
+    words, scales, biases = w.words, w.scales, w.biases
+    here = words.data_ptr(), scales.data_ptr(), address(biases)
+    place, found = w.__dict__.get("_matrices", (None, None))
+    if place != here:
+        found = Matrices(w, (words, scales, biases))
+        if found.lasting:
+            w.__dict__["_matrices"] = here, found
+    return found
 
 
 def qmm(x, w, *, transpose=True, out=None):
-    N, K = w.shape[-2:]
+    m = matrices(w)
+    N, K, jobs = m.N, m.K, m.jobs
     width = N if transpose else K
     y = destination((*x.shape[:-1], width), out)
-    if y.numel() == 0:
+    target = y.numpy().reshape(-1)
+    if target.size == 0:
         return finish(y, x.dtype, out)
-    addresses, kept = matrix_addresses(w)
-    jobs = addresses.shape[1]
-    rows = y.numel() // (jobs * width)
-    form, source, target = format_of(w), floats(x), y.numpy().reshape(-1)
+    rows, source = target.size // (jobs * width), floats(x)
     if transpose:
         order, first = row_lists(rows, jobs)
-        multiply(Activations(form, source, K), addresses, first, order, order, target, N)
+        multiply(Activations(m.form, source, K), m.starts, first, order, order, target, N)
     else:
-        contract_kernel(form.form, form.grouping, form.values, N, K, *addresses, source, rows, target)
-    del kept
+        contract_kernel(m.form.form, m.form.grouping, m.form.values, N, K, *m.starts, source, rows, target)
     if getattr(w, "global_scale", None) is not None:
         y.mul_((w.global_scale / NV_RANGE).reshape(-1, 1) if jobs > 1 else float(w.global_scale / NV_RANGE))
     return finish(y, x.dtype, out)
@@ -132,6 +148,7 @@ def as_bfloat16(x):
 @inner
 def dequantize_row(words, scales, biases, table, row, K, bits, group, narrow, y):
     """One row: table[q] scale + bias, with the product and the sum rounded to bfloat16 where `narrow`."""
+    compiled_once()
     base, G = row * (K * bits // 32), K // group
     for g in range(G):
         scale = scales[row * G + g]

@@ -10,12 +10,13 @@ import torch
 from numba import prange
 
 from . import lanes
-from .cache import indices, strided
+from .cache import indices
 from .compiled import inlined, inner, kernel
-from .views import SERIAL, destination, finish, floats
+from .views import SERIAL, destination, finish, floats, raw
 
 CHUNK = 32
 PIECE = 256  # channels of a task of the convolution
+SMALL = 1 << 17  # elements of states times tokens: below this a call stays on its thread
 
 
 @inlined
@@ -51,6 +52,7 @@ def conv_channels(x, weight, state, slot, silent, y, b, c, n, L, C, W, taps, bef
 
 @inner
 def conv_piece(x, weight, state, slots, silent, y, task, L, C, W):
+    lanes.compiled_once()
     pieces = (C + PIECE - 1) // PIECE
     b, start = task // pieces, task % pieces * PIECE
     taps, before = np.empty(W * 16, np.float32), np.empty(W * 16, np.float32)
@@ -75,10 +77,10 @@ def causal_conv(x, weight, state, *, slots=None, activation="silu", out=None):
     if y.numel() == 0:
         return finish(y, x.dtype, out)
     direct = state.dtype == torch.float32 and state.is_contiguous()
-    named = slice(0, B) if slots is None else slots.long()
+    named = None if direct else slice(0, B) if slots is None else slots.long()
     rows = state if direct else state[named].float().contiguous()
-    which = indices(slots, np.arange(B)) if direct else np.arange(B)
-    taps, _ = strided(weight.reshape(-1))
+    which = indices(slots, B) if direct else np.arange(B)
+    taps = raw(weight if weight.dtype != torch.float64 else weight.float())
     causal_conv_kernel(floats(x), taps, floats(rows), which, activation is None, floats(y), L, C, weight.shape[1])
     if not direct:
         state[named] = rows.to(state.dtype)
@@ -103,6 +105,7 @@ def softplus(x):
 
 @inner
 def gates_row(a, b, a_log, dt_bias, g, beta, row, Hv):
+    lanes.compiled_once()
     one = lanes.splat(np.float32(1))
     for c in range(0, Hv, 16):
         n, i = min(16, Hv - c), row * Hv + c
@@ -173,24 +176,34 @@ def step4(state, at, Dk, decay, deltas, r, k, q, i):
 @inner
 def delta_rows(q, k, v, g, beta, state, slot, o, b, h, row, L, Hk, Hv, Dk, Dv):
     """Sixteen rows of the state of one head over all tokens."""
+    lanes.compiled_once()
     at, deltas = ((slot * Hv + h) * Dv + row) * Dk, np.empty(16, np.float32)
     for t in range(L):
         i, gate = ((b * L + t) * Hk + h // (Hv // Hk)) * Dk, (b * L + t) * Hv + h
         decay = lanes.splat(g[gate])
         delta = (lanes.load(v, gate * Dv + row) - dots16(state, at, Dk, k, i) * decay) * lanes.splat(beta[gate])
         lanes.store(deltas, 0, delta)
-        low = step4(state, at, Dk, decay, deltas, 0, k, q, i) + step4(state, at + 4 * Dk, Dk, decay, deltas, 4, k, q, i)
-        high = step4(state, at + 8 * Dk, Dk, decay, deltas, 8, k, q, i)
-        high = high + step4(state, at + 12 * Dk, Dk, decay, deltas, 12, k, q, i)
+        low = step4(state, at, Dk, decay, deltas, np.intp(0), k, q, i) + step4(
+            state, at + 4 * Dk, Dk, decay, deltas, np.intp(4), k, q, i
+        )
+        high = step4(state, at + 8 * Dk, Dk, decay, deltas, np.intp(8), k, q, i)
+        high = high + step4(state, at + 12 * Dk, Dk, decay, deltas, np.intp(12), k, q, i)
         lanes.store(o, gate * Dv + row, lanes.totals(low + high))
 
 
 @kernel
 def gated_delta_kernel(q, k, v, g, beta, state, slots, o, L, Hk, Hv, Dk, Dv):
     blocks = Dv // 16
-    for task in prange(slots.size * Hv * blocks):
-        b, h, row = np.int64(task) // (Hv * blocks), np.int64(task) // blocks % Hv, np.int64(task) % blocks * 16
-        delta_rows(q, k, v, g, beta, state, slots[b], o, b, h, row, L, Hk, Hv, Dk, Dv)
+    tasks = slots.size * Hv * blocks
+    if tasks * 16 * Dk * L < SMALL:
+        for task in range(tasks):
+            b, h, row = task // (Hv * blocks), task // blocks % Hv, task % blocks * 16
+            delta_rows(q, k, v, g, beta, state, slots[b], o, b, h, row, L, Hk, Hv, Dk, Dv)
+    else:
+        for index in prange(tasks):
+            task = np.int64(index)
+            b, h, row = task // (Hv * blocks), task // blocks % Hv, task % blocks * 16
+            delta_rows(q, k, v, g, beta, state, slots[b], o, b, h, row, L, Hk, Hv, Dk, Dv)
 
 
 @inlined
@@ -272,11 +285,11 @@ def chunked_delta_kernel(q, k, v, g, beta, state, slots, o, L, Hk, Hv, Dk, Dv):
 def gated_delta(q, k, v, g, beta, state, *, slots=None, form=None, in_place=True, out=None):
     (B, L, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
     into = (None, None) if out is None else (out, None) if in_place else out
-    named = slice(0, B) if slots is None else slots.long()
     direct = in_place and Dk % 16 == 0 and Dv % 16 == 0 and state.is_contiguous() and state.dtype == torch.float32
+    named = None if direct else slice(0, B) if slots is None else slots.long()
     # Other sizes run in a copy with rows and columns of zeros added, which stay zero.
     rows = state if direct else padded(state[named].to(torch.float32, copy=True), 2).contiguous()
-    which = indices(slots, np.arange(B)) if direct else np.arange(B)
+    which = indices(slots, B) if direct else np.arange(B)
     values = padded(v, 1)
     o = destination(values.shape, into[0] if values is v else None)
     launched = chunked_delta_kernel if form == "chunked" else gated_delta_kernel
@@ -296,5 +309,6 @@ def gated_delta(q, k, v, g, beta, state, *, slots=None, form=None, in_place=True
 
 def padded(t, axes):
     """The tensor with zeros added to its last axes, to multiples of 16; itself where they are."""
-    more = [side for axis in range(1, axes + 1) for side in (0, -t.shape[-axis] % 16)]
-    return torch.nn.functional.pad(t, more) if any(more) else t
+    if t.shape[-1] % 16 == 0 and (axes == 1 or t.shape[-2] % 16 == 0):
+        return t
+    return torch.nn.functional.pad(t, [side for axis in range(1, axes + 1) for side in (0, -t.shape[-axis] % 16)])

@@ -136,6 +136,7 @@ def fill_slots(score, E, k, ids, weights, at):
 def route_row(
     x, k, E, sigmoid, bias, groups, keep, renormalise, expert_scale, scaling, slots, ids, weights, row
 ):  # fmt: skip
+    lanes.compiled_once()
     base, at = row * E, row * k
     score = np.empty(E, np.float32)
     if sigmoid:
@@ -145,13 +146,10 @@ def route_row(
     if slots:
         fill_slots(score, E, k, ids, weights, at)
     else:
-        heap = np.empty(max(k, keep), np.int64)
-        choice = x[base : base + E]
-        if bias.size:
-            choice = score + bias
+        heap, choice = np.empty(max(k, keep), np.int64), np.empty(E, np.float32)
+        for i in range(E):
+            choice[i] = score[i] + bias[i] if bias.size else x[base + i]
         if groups:
-            if not bias.size:
-                choice = choice.copy()
             drop_groups(choice, score, bias, E, groups, keep, heap)
         largest_first(choice, E, k, heap)
         for slot in range(k):
@@ -195,7 +193,7 @@ def route(
     shape = (*logits.shape[:-1], k)
     ids_out, weights_out = out or (None, None)
     direct = ids_out is not None and ids_out.is_contiguous()
-    ids = ids_out if direct else torch.empty(shape, dtype=torch.int32)
+    ids = ids_out if direct else torch.zeros(shape, dtype=torch.int32)  # experts that exist, also in a rehearsal
     weights = destination(shape, weights_out)
     route_kernel(
         floats(logits), k, logits.shape[-1], kind == "sigmoid", floats(bias), groups or 0, keep_groups or 0,
@@ -224,12 +222,13 @@ def combine_piece(y, weights, residual, shared, gate, result, row, A, D, i, n):
 
 @inner
 def combine_columns(y, weights, residual, shared, shared_gate, result, row, A, D, start, stop):
+    lanes.compiled_once()
     gate = np.float32(1)
     if shared_gate.size:
         gate = np.float32(1) / (np.float32(1) + np.exp(-shared_gate[row]))
     whole = stop - (stop - start) % 16
     for i in range(start, whole, 16):
-        combine_piece(y, weights, residual, shared, gate, result, row, A, D, i, 16)
+        combine_piece(y, weights, residual, shared, gate, result, row, A, D, i, np.intp(16))
     if whole < stop:
         combine_piece(y, weights, residual, shared, gate, result, row, A, D, whole, stop - whole)
 
@@ -239,7 +238,7 @@ def combine_kernel(y, weights, residual, shared, shared_gate, result, A, D):
     rows, runs = result.size // D, (D + COLUMNS - 1) // COLUMNS
     if y.size < FEW:
         for row in range(rows):
-            combine_columns(y, weights, residual, shared, shared_gate, result, row, A, D, 0, D)
+            combine_columns(y, weights, residual, shared, shared_gate, result, row, A, D, np.intp(0), D)
     else:
         for task in prange(rows * runs):
             row, start = np.int64(task) // runs, np.int64(task) % runs * COLUMNS
@@ -250,6 +249,7 @@ def combine_kernel(y, weights, residual, shared, shared_gate, result, A, D):
 @inner
 def add_columns(y, weights, tokens, result, D, start, stop):
     """All rows' share of some columns: rows in order, so a token that occurs again adds up in order."""
+    lanes.compiled_once()
     for m in range(tokens.size):
         source, target, weight = m * D, tokens[m] * D, lanes.splat(weights[m])
         for i in range(start, stop, 16):
@@ -261,10 +261,11 @@ def add_columns(y, weights, tokens, result, D, start, stop):
 @kernel
 def bucket_kernel(y, weights, tokens, result, D):
     if y.size < FEW:
-        add_columns(y, weights, tokens, result, D, 0, D)
+        add_columns(y, weights, tokens, result, D, np.intp(0), D)
     else:
         for task in prange((D + COLUMNS - 1) // COLUMNS):
-            add_columns(y, weights, tokens, result, D, task * COLUMNS, min(D, task * COLUMNS + COLUMNS))
+            start = np.intp(task) * COLUMNS
+            add_columns(y, weights, tokens, result, D, start, min(D, start + COLUMNS))
 
 
 def combine(y, weights, *, residual=None, shared=None, shared_gate=None, tokens=None, out=None):

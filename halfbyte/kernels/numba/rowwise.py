@@ -27,10 +27,10 @@ def sum_input(x, add, i, n):
 def inverse_rms(x, add, base, D, eps):
     """1 / sqrt(mean((x + add)^2) + eps) of the row at `base`, in four independent sums."""
     a, b, c, d = lanes.zeros(), lanes.zeros(), lanes.zeros(), lanes.zeros()
-    i = 0
+    i, n = 0, np.intp(16)
     while i + 64 <= D:
-        s, t = sum_input(x, add, base + i, 16), sum_input(x, add, base + i + 16, 16)
-        u, v = sum_input(x, add, base + i + 32, 16), sum_input(x, add, base + i + 48, 16)
+        s, t = sum_input(x, add, base + i, n), sum_input(x, add, base + i + 16, n)
+        u, v = sum_input(x, add, base + i + 32, n), sum_input(x, add, base + i + 48, n)
         a, b, c, d = lanes.fma(s, s, a), lanes.fma(t, t, b), lanes.fma(u, u, c), lanes.fma(v, v, d)
         i += 64
     while i < D:
@@ -82,10 +82,11 @@ def norm_piece(x, weight, add, mul, gate, residual, scale, scales, y, s_out, bas
 
 @inner
 def norm_row(x, weight, eps, add, mul, gate, residual, scale, scales, y, s_out, base, D):
+    lanes.compiled_once()
     factor = inverse_rms(x, add, base, D, eps)
     whole = D - D % 16
     for i in range(0, whole, 16):
-        norm_piece(x, weight, add, mul, gate, residual, scale, scales, y, s_out, base, i, 16, factor)
+        norm_piece(x, weight, add, mul, gate, residual, scale, scales, y, s_out, base, i, np.intp(16), factor)
     if whole < D:
         norm_piece(x, weight, add, mul, gate, residual, scale, scales, y, s_out, base, whole, D - whole, factor)
 
@@ -134,6 +135,7 @@ def scale_tensor(scale):
 @inner
 def chain_row(x, weight, residual, eps, r, weights, residual2, scale, scales, ys, base, D):
     """r = residual + rms(x) weight (no weight: r is x), then y_i from weights_i for each of the addresses `ys`."""
+    lanes.compiled_once()
     if weight:
         factor = inverse_rms(x, 0, base, D, eps)
         for i in range(0, D, 16):
@@ -189,6 +191,7 @@ def rms_norm_chain(x, weight, residual, weights, eps=1e-6, *, residual2=None, sc
 
 @inner
 def glu_span(gate, up, activation, y, start, stop):
+    lanes.compiled_once()
     for i in range(start, stop, 16):
         n = min(16, stop - i)
         lanes.store_n(y, i, activated(lanes.load_n(gate, i, n), activation) * lanes.load_n(up, i, n), n)
@@ -197,6 +200,7 @@ def glu_span(gate, up, activation, y, start, stop):
 @inner
 def softcap_span(x, cap, y, start, stop):
     """cap tanh(x / cap), with tanh u = 1 - 2 / (1 + e^2u)."""
+    lanes.compiled_once()
     two, one = lanes.splat(np.float32(2)), lanes.splat(np.float32(1))
     for i in range(start, stop, 16):
         n = min(16, stop - i)
@@ -210,7 +214,7 @@ SPAN = 1 << 12  # elements a task: enough to outweigh its scheduling, few enough
 @kernel
 def glu_kernel(gate, up, activation, y, size):
     if size < SERIAL:
-        glu_span(gate, up, activation, y, 0, size)
+        glu_span(gate, up, activation, y, np.intp(0), size)
     else:
         for task in prange((size + SPAN - 1) // SPAN):
             start = np.intp(task) * SPAN
@@ -226,7 +230,7 @@ def glu(gate, up, activation="silu", *, out=None):
 @kernel
 def softcap_kernel(x, cap, y, size):
     if size < SERIAL:
-        softcap_span(x, cap, y, 0, size)
+        softcap_span(x, cap, y, np.intp(0), size)
     else:
         for task in prange((size + SPAN - 1) // SPAN):
             start = np.intp(task) * SPAN
@@ -242,6 +246,7 @@ def softcap(x, cap, *, out=None):
 @inner
 def rope_token(x, position, inv_freq, rotary, interleaved, scale, y, token, H, D):
     """All heads of one token: cos and sin once, of the angle in float64, then the rotations."""
+    lanes.compiled_once()
     half = rotary // 2
     cos, sin = np.empty(half, np.float32), np.empty(half, np.float32)
     for i in range(half):

@@ -96,6 +96,7 @@ def divisor(temperature, row):
 @inner
 def find_peaks(x, V, temperature, row, start, stop, peaks):
     """The largest value of each block from `start` to `stop`."""
+    lanes.compiled_once()
     for block in range(start, stop):
         first, top = block * BLOCK, lanes.splat(MINUS_INF)
         for i in range(first, min(V, first + BLOCK), 16):
@@ -234,12 +235,20 @@ def first_of(x, V, row, top, peaks):
 
 
 @inner
+def largest_peak(peaks, row):
+    top = peaks[row, 0]
+    for block in range(1, peaks.shape[1]):
+        top = max(top, peaks[row, block])
+    return top
+
+
+@inner
 def settle(x, V, temperature, top_k, top_p, log_least, row, peaks, tops, bars, lasts, ids):
     """A row's largest value; its id where that is the answer, else its cut (and -1 as id)."""
-    by, top = divisor(temperature, row), np.max(peaks[row])
+    by, top = divisor(temperature, row), largest_peak(peaks, row)
     if np.isinf(top) and by != np.float32(1):
-        find_peaks(x, V, np.float32(1), row, 0, peaks.shape[1], peaks)
-        ids[row] = first_of(x, V, row, np.max(peaks[row]), peaks)
+        find_peaks(x, V, np.float32(1), row, np.intp(0), peaks.shape[1], peaks)
+        ids[row] = first_of(x, V, row, largest_peak(peaks, row), peaks)
     elif np.isinf(top) or (temperature.size and temperature[row] == np.float32(0)):
         ids[row] = first_of(x, V, row, top, peaks)
     else:
@@ -253,6 +262,7 @@ def settle(x, V, temperature, top_k, top_p, log_least, row, peaks, tops, bars, l
 @inner
 def draw(x, V, temperature, row, top, bar, last, seed, position, peaks, start, stop):
     """The best s + g of the blocks from `start` to `stop`, and its id."""
+    lanes.compiled_once()
     best, chosen = MINUS_INF, -1
     uniform, piece, noisy = np.empty(BLOCK, np.float32), np.empty(16, np.float32), np.empty(16, np.float32)
     for block in range(start, stop):
@@ -278,7 +288,7 @@ def peaks_kernel(x, V, temperature, peaks):
     blocks = peaks.shape[1]
     if x.size < SERIAL:
         for row in range(peaks.shape[0]):
-            find_peaks(x, V, divisor(temperature, row), row, 0, blocks, peaks)
+            find_peaks(x, V, divisor(temperature, row), row, np.intp(0), blocks, peaks)
     else:
         spans = (blocks + SPAN - 1) // SPAN
         for task in prange(peaks.shape[0] * spans):
@@ -306,7 +316,18 @@ def draw_kernel(x, V, temperature, seeds, positions, peaks, tops, bars, lasts, i
             if ids[row] < 0:
                 by = divisor(temperature, row)
                 _, ids[row] = draw(
-                    x, V, by, row, tops[row], bars[row], lasts[row], seeds[row], positions[row], peaks, 0, blocks
+                    x,
+                    V,
+                    by,
+                    row,
+                    tops[row],
+                    bars[row],
+                    lasts[row],
+                    seeds[row],
+                    positions[row],
+                    peaks,
+                    np.intp(0),
+                    blocks,
                 )
         return
     spans = (blocks + SPAN - 1) // SPAN
@@ -321,11 +342,15 @@ def draw_kernel(x, V, temperature, seeds, positions, peaks, tops, bars, lasts, i
             )  # fmt: skip
     for row in range(rows):
         if ids[row] < 0:
-            ids[row] = chosen[row, np.argmax(best[row])]
+            span = 0
+            for other in range(1, spans):
+                span = other if best[row, other] > best[row, span] else span
+            ids[row] = chosen[row, span]
 
 
 @inner
 def penalise(x, counts, repetition, presence, frequency, y, start, stop):
+    lanes.compiled_once()
     for i in range(start, stop):
         v, count = x[i], counts[i]
         if count > 0:

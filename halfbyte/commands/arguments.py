@@ -1,0 +1,107 @@
+"""What the commands that answer share: the arguments about model and reply, their checks, and loading."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .numbers import whole
+from .pull import located
+from .terminal import bar, kernels
+
+if TYPE_CHECKING:
+    from ..chat import Tokenizer
+    from ..models.decoder import Decoder
+
+DEFAULT_MODEL = "tiny"  # the one in the package
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+)  # fmt: skip
+
+
+class Wishes(NamedTuple):
+    sampling: dict[str, Any]  # None where nothing was asked
+    template_args: dict[str, Any]
+
+
+def add(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
+    """`max_tokens`: the command's default; None is as far as the context goes."""
+    limit = "as the context has room" if max_tokens is None else max_tokens
+    parser.add_argument(
+        "model", nargs="?", default=DEFAULT_MODEL,
+        help=f"folder of an MLX checkpoint, or owner/name on the hub (default: {DEFAULT_MODEL}, which comes along)",
+    )  # fmt: skip
+    parser.add_argument("--system-prompt", metavar="TEXT", help="put before the conversation")
+    parser.add_argument(
+        "-m", "--max-tokens", "-n", type=whole, default=max_tokens, metavar="N", help=f"of a reply (default: {limit})"
+    )
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end a reply before this text")
+    parser.add_argument("--ignore-chat-template", action="store_true", help="give the model the text as it stands")
+    parser.add_argument(
+        "--chat-template-args", "--chat-template-config", metavar="JSON", help="such as '{\"enable_thinking\": false}'"
+    )
+    parser.add_argument("--prefill-step-size", type=whole, metavar="N", help="tokens of a prompt computed at a time")
+    parser.add_argument("--load", choices=["read", "map"], default="read", help="map: weights stay in the files (CPU)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
+    parser.add_argument("-t", "--threads", type=whole, metavar="N", help="CPU threads (default: one a core)")
+    _add_sampling(parser.add_argument_group("sampling", "what is not given comes from the model"))
+
+
+def _add_sampling(group: argparse._ArgumentGroup) -> None:
+    def number(*names: str, type: type = float, metavar: str = "X", **more: Any) -> None:
+        group.add_argument(*names, type=type, metavar=metavar, **more)
+
+    number("--temp", "--temperature", dest="temperature", help="0 takes the likeliest token")
+    number("--top-p", help="keep the likeliest tokens of this probability together")
+    number("--top-k", type=int, metavar="N", help="keep so many of the likeliest tokens; 0 keeps all")
+    number("--min-p", help="keep tokens at least this fraction as likely as the likeliest")
+    number("--repetition-penalty", help="above 1: make what was said before less likely")
+    number("--presence-penalty", help="above 0: make what the reply has said less likely")
+    number("--frequency-penalty", help="above 0: the same, by how often it was said")
+    number("--seed", type=int, metavar="N", help="the same seed draws the same reply")
+
+
+def checked(args: argparse.Namespace) -> Wishes:
+    """What was asked, refused before anything is loaded."""
+    from ..sampling import SamplingParams
+    from ..text.decoder import Stops
+
+    sampling = {name: getattr(args, name) for name in SAMPLING}
+    try:
+        SamplingParams.of(None, **sampling)
+        Stops(args.stop)
+        template_args = json.loads(args.chat_template_args or "{}")
+    except (ValueError, RecursionError) as error:
+        args.parser.error(str(error))
+    if not isinstance(template_args, dict):
+        args.parser.error("argument --chat-template-args: a JSON object was expected")
+    if args.threads is not None:
+        from ..machine import use_threads
+
+        try:
+            use_threads(args.threads)
+        except ValueError as error:
+            args.parser.error(f"argument --threads: {error}")
+    return Wishes(sampling, template_args)
+
+
+def require_device(args: argparse.Namespace) -> None:
+    """The device that was asked for is here; nothing asked is always right."""
+    import torch
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        args.parser.error("argument --device: torch finds no CUDA GPU here; `halfbyte doctor` says what there is")
+    if args.device == "mps" and not torch.backends.mps.is_available():
+        args.parser.error("argument --device: torch finds no Apple GPU here; `halfbyte doctor` says what there is")
+
+
+def loaded(args: argparse.Namespace) -> tuple[Decoder, Tokenizer]:
+    from ..compilation import compile_kernels
+    from ..loading import load
+
+    require_device(args)
+    folder = located(args.model, args)
+    model, tokenizer = load(folder, args.device, args.dtype, load=args.load, progress=bar(f"loading {args.model}"))
+    compile_kernels(model, kernels())
+    return model, tokenizer

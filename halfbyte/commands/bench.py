@@ -1,0 +1,233 @@
+"""`halfbyte bench`: how fast a model reads a prompt and writes a reply, and how near that is to what memory allows."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import size
+from .arguments import DEFAULT_MODEL, require_device
+from .numbers import at_least_one, counts, pair, seconds, whole
+from .pull import located
+from .terminal import bar, counter, passing, say
+
+if TYPE_CHECKING:
+    from ..bench_model import Proof, Result, Trial
+    from ..models.decoder import Decoder
+
+COLUMNS = {  # with the room that their cells usually take
+    "model": 5, "size": 8, "params": 8, "backend": 7, "test": 16, "t/s": 16, "first token": 11, "GB/s": 6,
+    "of floor": 8, "peak memory": 11,
+}  # fmt: skip
+WORDS = ("model", "backend", "test")  # stand to the left, numbers to the right
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Lists have commas: -p 128,512 -d 0,4096. `halfbyte bench ops` times single ops, `halfbyte bench load` the "
+        "loading; each has its own --help. A model in a folder of such a name is ./ops."
+    )
+    parser.add_argument(
+        "model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL",
+        help=f"folder of an MLX checkpoint, or owner/name on the hub (default: {DEFAULT_MODEL}, which comes along)",
+    )  # fmt: skip
+
+    def add(*names: str, type: Any, metavar: str = "N", **more: Any) -> None:
+        parser.add_argument(*names, type=type, metavar=metavar, **more)
+
+    add("-p", "--n-prompt", type=counts, action="extend", help="tokens of a prompt, 0 for none (default: 512)")
+    add("-n", "--n-gen", type=counts, action="extend", help="tokens of a reply, 0 for none (default: 128)")
+    add("-pg", type=pair, action="append", metavar="P,N", help="a prompt and its reply in one test, as 512,128")
+    add("-d", "--n-depth", type=counts, action="extend", help="tokens that the text has already (default: 0)")
+    add("-b", "--n-batch", type=at_least_one, action="extend", help="streams computed together (default: 1)")
+    add("-r", "--repetitions", type=whole, default=5, help="turns of each test (default: 5)")
+    add("-t", "--threads", type=at_least_one, action="extend", help="CPU threads (default: one a core)")
+    add("--delay", type=seconds, default=0.0, metavar="S", help="seconds between two tests (default: 0)")
+    parser.add_argument("--no-warmup", action="store_true", help="let the first turn count, too")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
+    parser.add_argument("-o", "--output", choices=["md", "csv", "json", "jsonl"], default="md", help="(default: md)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure a model on this machine: prompt (pp512) and reply (tg128) in tokens a second, mean ± deviation.
+
+    First the model's kernels are held against its torch bodies; one that is WRONG is not timed, and the exit status
+    is 1. GB/s is what a reply must read for a token, over the time it took; "of floor" is that in percent of what this
+    machine reads at most, measured. First token: seconds from prompt to first token. A prompt is bound by arithmetic,
+    so it has no GB/s; nor have several streams of a model with experts, which share those they both need.
+    """
+    from ..accounting import skeleton
+    from ..bench_model import measure, prove
+    from ..loading import load_model
+    from ..machine import use_threads
+
+    require_device(args)
+    try:
+        for threads in args.threads or []:
+            use_threads(threads)
+    except ValueError as error:
+        args.parser.error(f"argument --threads: {error}")
+    folder = located(args.model, args)
+    checkpoint, _, account = skeleton(folder)
+    trials = chosen(args, account.context)
+    model = load_model(folder, args.device, args.dtype, progress=bar(f"loading {args.model}"))
+    table = Table("json" if args.json else args.output)
+    for threads in args.threads or [None]:
+        if threads is not None:
+            use_threads(threads)
+        announce("checking the model against its torch bodies")
+        proof = prove(model)
+        passing("")
+        if proof.wrong:
+            table.end()
+            say(f"{args.model}  WRONG: {proof.wrong}; not timed. `halfbyte bench ops` says which op")
+            return 1
+        facts = model_facts(args.model, folder, model, checkpoint.quantisation.general, account, proof)
+        for number, trial in enumerate(trials):
+            time.sleep(args.delay if number else 0)
+            progress = counter(trial.name, "tokens")
+            table.add(row(facts, measure(model, account, trial, args.repetitions, not args.no_warmup, progress)))
+    table.end()
+    return 0
+
+
+def announce(text: str) -> None:
+    """What begins now and may take long: a passing line on a terminal, a line that stays elsewhere."""
+    (passing if sys.stderr.isatty() else say)(text)
+
+
+def chosen(args: argparse.Namespace, context: int) -> list[Trial]:
+    """Every trial that was asked for, in the order of llama-bench; refused before a model is loaded."""
+    from ..bench_model import Trial
+
+    prompts, replies = (args.n_prompt or [512], args.n_gen or [128])
+    kinds = [(p, 0) for p in prompts if p] + [(0, n) for n in replies if n] + (args.pg or [])
+    trials = [Trial(p, n, d, b) for d, b in product(args.n_depth or [0], args.n_batch or [1]) for p, n in kinds]
+    if not trials:
+        args.parser.error("arguments -p, -n, -pg: nothing is left to measure")
+    for trial in trials:
+        if trial.length > context:
+            args.parser.error(f"{trial.name} makes a text of {trial.length} tokens, the model's context is {context}")
+    return trials
+
+
+def model_facts(
+    name: str, folder: Path, model: Decoder, quantisation: dict[str, Any], account: Any, proof: Proof
+) -> dict[str, Any]:
+    """What stands in every row: build, machine, model. The read bandwidth is measured here."""
+    import torch
+
+    from .. import __version__, machine
+    from ..ops.dispatch import LANGUAGE_OF, find
+    from .plan import read_bandwidth
+
+    announce("measuring the read bandwidth")
+    bandwidth = read_bandwidth(model.device.type) if model.device.type != "mps" else None
+    passing("")
+    language = LANGUAGE_OF[model.device.type]
+    ratios = {what: max(found) for what, found in proof.ratios.items()}
+    return {
+        "build_commit": commit(), "version": __version__, "backend": machine.backend(model.device),
+        "language": language if find(language, "quant", "qmm") else "torch", "device": str(model.device),
+        "cpu": machine.cpu_name(),
+        "gpu": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None,
+        "model": folder.resolve().name if Path(name).is_dir() else name, "model_type": account.model_type,
+        "model_bytes": account.weights, "n_params": account.parameters,
+        "bits": round(8 * account.weights / account.parameters, 2), "group_size": quantisation.get("group_size"),
+        "dtype": str(model.dtype).removeprefix("torch."), "n_threads": torch.get_num_threads(), "ram_limit": None,
+        "gpu_limit": None, "error_ratios": ratios, "floor_gbps": bandwidth and bandwidth / 1e9,
+    }  # fmt: skip
+
+
+def commit() -> str | None:
+    """Of the source tree that this runs from; an installed package has none."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(["git", "-C", root, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    except OSError:  # there is no git
+        return None
+    return done.stdout.strip() or None
+
+
+def row(facts: dict[str, Any], result: Result) -> dict[str, Any]:
+    """The keys of llama-bench, and ours. What has no meaning yet (experts on disk) is null."""
+    trial, rate, floor = result.trial, result.bytes_per_second, facts["floor_gbps"]
+    on_gpu = facts["gpu"] is not None
+    return {
+        **facts, "test": trial.name, "n_prompt": trial.prompt, "n_gen": trial.reply, "n_depth": trial.depth,
+        "n_batch": trial.streams, "avg_ts": result.mean, "stddev_ts": result.deviation, "samples_ts": result.rates,
+        "ttft_ms": result.first and 1e3 * result.first, "peak_ram": None if on_gpu else result.peak,
+        "peak_vram": result.peak if on_gpu else None, "busy": result.busy, "bytes_per_step": result.bytes_per_step,
+        "gbps": rate and rate / 1e9, "of_floor": rate and floor and rate / 1e9 / floor, "expert_hit_rate": None,
+        "disk_bytes_read": None, "disk_gbps": None, "time_iso": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+class Table:
+    """Rows as they come, in one of four forms; JSON comes at the end, as one array."""
+
+    def __init__(self, form: str) -> None:
+        self.form, self.rows = form, list[dict[str, Any]]()
+
+    def add(self, row: dict[str, Any]) -> None:
+        first = not self.rows
+        self.rows.append(row)
+        if self.form == "jsonl":
+            print(json.dumps(row), flush=True)
+        elif self.form == "csv":
+            print(*([comma_line(row)] if first else []), comma_line(row.values()), sep="\n", flush=True)
+        elif self.form == "md":
+            cells = shown(row)
+            if first:
+                self.widths = [max(width, len(cells[name])) for name, width in COLUMNS.items()]
+                print(self.line({name: name for name in COLUMNS}), self.line(dict.fromkeys(COLUMNS, "-")), sep="\n")
+            print(self.line(cells), flush=True)
+
+    def line(self, cells: dict[str, str]) -> str:
+        padded = []
+        for width, (name, cell) in zip(self.widths, cells.items(), strict=True):
+            padded.append("-" * width if cell == "-" else f"{cell:{'<' if name in WORDS else '>'}{width}}")
+        return f"| {' | '.join(padded)} |"
+
+    def end(self) -> None:
+        if self.form == "json":
+            print(json.dumps(self.rows, indent=1), flush=True)
+        if disturbed := sum(row["busy"] for row in self.rows):
+            say(
+                f"busy: other processes took CPU time from {disturbed} of {len(self.rows)} tests; alone they are faster"
+            )
+
+
+def comma_line(values: Any) -> str:
+    """One line of CSV; what is no number or text stands there as JSON."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(
+        json.dumps(value) if isinstance(value, list | dict) else "" if value is None else value for value in values
+    )
+    return text.getvalue()
+
+
+def shown(row: dict[str, Any]) -> dict[str, str]:
+    """The cells of a row for people; empty where a number would mean nothing."""
+
+    def number(key: str, form: str) -> str:
+        return "" if row[key] is None else form.format(row[key])
+
+    return {
+        "model": row["model"], "size": size(row["model_bytes"]), "params": f"{row['n_params'] / 1e6:,.1f} M",
+        "backend": row["backend"], "test": row["test"], "t/s": f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}",
+        "first token": number("ttft_ms", "{:.1f} ms"), "GB/s": number("gbps", "{:.2f}"),
+        "of floor": number("of_floor", "{:.1%}"),
+        "peak memory": size(row["peak_vram"] if row["peak_ram"] is None else row["peak_ram"]),
+    }  # fmt: skip

@@ -1,0 +1,53 @@
+"""Numbers on the command line, as argparse's `type=`: refused with a sentence before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return value
+
+
+def whole(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """512 or 128,512,2048; 0 is allowed."""
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"must be whole numbers with commas between, as 128,512, got {text}")
+    return [int(part) for part in parts]
+
+
+def at_least_one(text: str) -> list[int]:
+    if 0 in (found := counts(text)):
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
+    return found
+
+
+def part(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"must be one part of several, as 2/8, got {text}")
+    return int(number), int(of)
+
+
+def pair(text: str) -> tuple[int, int]:
+    if len(found := counts(text)) != 2 or 0 in found:
+        raise argparse.ArgumentTypeError(f"must be two numbers, as 512,128, got {text}")
+    return found[0], found[1]

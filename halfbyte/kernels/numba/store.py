@@ -1,0 +1,181 @@
+"""Where compiled kernels are kept: one file each in a private folder, so that only the first start compiles.
+
+The folder's name stands for everything that compiled code depends on: these sources, Numba, LLVM, Python and the CPU.
+A file's name stands for a kernel and the types of its arguments. A file begins with the digest of what follows, and
+appears at once, under its name; so a damaged file counts as missing, and processes that compile the same kernel at the
+same time write the same thing. (Numba's own cache numbers its files and lists them in an index, which two processes
+can set against each other.)
+"""
+
+import atexit
+import hashlib
+import os
+import pickle
+import platform
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import llvmlite
+import numba
+from llvmlite import binding
+from numba.core import config
+from numba.core.compiler import CompileResult
+from numba.core.runtime import rtsys
+from numba.core.serialize import dumps
+
+DIGEST = hashlib.sha256().digest_size
+UNUSED = 90 * 86400  # seconds after which the folder of another version is removed
+
+
+def base():
+    """The user's cache folder."""
+    if sys.platform == "win32" and "LOCALAPPDATA" in os.environ:
+        return Path(os.environ["LOCALAPPDATA"]) / "halfbyte"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")) / "halfbyte"
+
+
+def version():
+    """What compiled code depends on, as a name."""
+    state = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        state.update(path.read_bytes())
+    cpu = (
+        config.CPU_NAME or binding.get_host_cpu_name(),
+        config.CPU_FEATURES or binding.get_host_cpu_features().flatten(),
+    )
+    versions = numba.__version__, llvmlite.__version__, platform.python_version(), platform.machine(), *cpu
+    state.update("\0".join(versions).encode())
+    return f"numba-{state.hexdigest()[:16]}"
+
+
+@cache
+def folder():
+    """The folder of this version; one of this process where the user's is not ours to write; None where none is."""
+    wanted = base() / version()
+    with suppress(OSError):
+        new = not wanted.exists()
+        wanted.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if private(wanted):
+            with tempfile.TemporaryFile(dir=wanted):
+                os.utime(wanted)  # in use
+            if new:
+                remove_unused(wanted)
+            return wanted
+    with suppress(OSError):
+        passing = Path(tempfile.mkdtemp(prefix="halfbyte-numba-"))
+        atexit.register(shutil.rmtree, passing, ignore_errors=True)
+        return passing
+    return None
+
+
+def state():
+    """Where kernels are kept, whether that lasts, and how many there are of how many bytes."""
+    wanted, used = base() / version(), folder()
+    sizes = [] if used is None else [path.stat().st_size for path in used.glob("*.kernel")]
+    return {"folder": str(wanted), "lasts": used == wanted, "kernels": len(sizes), "bytes": sum(sizes)}
+
+
+def private(path):
+    """Whether nobody else can put code into this folder: it is executed."""
+    if not hasattr(os, "geteuid"):
+        return True
+    found = path.stat()
+    if found.st_uid != os.geteuid():
+        return False
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        path.chmod(0o700)
+    return True
+
+
+def remove_unused(current):
+    """Folders of versions that nobody has used for long."""
+    for other in current.parent.glob("numba-*"):
+        with suppress(OSError):
+            if other != current and time.time() - other.stat().st_mtime > UNUSED:
+                shutil.rmtree(other)
+
+
+def portable(compiled):
+    """A compiled kernel as bytes that another process can load."""
+    return dumps(compiled._reduce())
+
+
+class Kept:
+    """The cache of one kernel, as Numba's dispatchers use it."""
+
+    def __init__(self, function):
+        self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+        self.ready = {}  # read already, or compiled by another process for this one
+
+    @property
+    def cache_path(self):
+        return str(folder())
+
+    def path(self, signature):
+        where = folder()
+        types = hashlib.sha256(repr(tuple(signature)).encode()).hexdigest()[:16]
+        return None if where is None else where / f"{self.name}-{types}.kernel"
+
+    def load_overload(self, signature, target_context):
+        """The compiled kernel for arguments of these types; None where it must be compiled.
+
+        Compiled code needs Numba's runtime and no more. Numba would first load all that it can compile, which takes as
+        long as importing it.
+        """
+        rtsys.initialize(target_context)
+        try:
+            data = self.ready.pop(tuple(signature), None) or self.read(signature)
+            return CompileResult._rebuild(target_context, *pickle.loads(data))
+        except Exception:  # no file, or whatever one holds: compiling mends it
+            return None
+
+    def read(self, signature):
+        path = self.path(signature)
+        data = b"" if path is None else path.read_bytes()
+        if hashlib.sha256(data[DIGEST:]).digest() != data[:DIGEST]:
+            raise ValueError("a damaged file")
+        return data[DIGEST:]
+
+    def save_overload(self, signature, compiled):
+        self.save(signature, portable(compiled))
+
+    def accept(self, signature, data):
+        """Code that another process has compiled for this one."""
+        self.ready[tuple(signature)] = data
+        self.save(signature, data)
+
+    def save(self, signature, data):
+        """Keep `portable` code. Where there is no room for it, the kernel is compiled again next time."""
+        path = self.path(signature)
+        if path is None:
+            return
+        passing = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            passing.write_bytes(hashlib.sha256(data).digest() + data)
+            passing.replace(path)
+        except OSError:
+            with suppress(OSError):
+                passing.unlink()
+
+    def has(self, signature):
+        """Whether the store has this kernel, whole. It is read for that, and kept until it is loaded."""
+        try:
+            self.ready[tuple(signature)] = self.read(signature)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def enable(self):
+        """Part of Numba's interface: there is nothing to enable."""
+
+    def disable(self):
+        """Part of Numba's interface."""
+
+    def flush(self):
+        """Part of Numba's interface."""

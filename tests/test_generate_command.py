@@ -1,0 +1,212 @@
+"""`halfbyte generate`, run as a user runs it: replies, JSON, pipes, refusals."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from halfbyte.cli import main
+from halfbyte.commands import arguments, terminal
+
+COMMAND = [sys.executable, "-m", "halfbyte", "generate"]
+KEYS = [
+    "text", "finish_reason", "prompt_tokens", "generation_tokens", "prompt_tps", "generation_tps", "ttft_s",
+    "peak_memory", "model", "device",
+]  # fmt: skip
+
+
+@pytest.fixture()
+def ask(capsys, folder):
+    """Status, standard output and standard error of a run on the tiny model."""
+
+    def run(*options, model=folder):
+        status = main(["generate", str(model), "--device", "cpu", *map(str, options)])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run
+
+
+@pytest.fixture()
+def answer(ask):
+    """The JSON object of a run."""
+    return lambda *options: json.loads(ask("--json", *options)[1])
+
+
+def refused(capsys, *options, model="/nowhere"):
+    """What a refusal says; nothing was loaded, as there is no such model."""
+    with pytest.raises(SystemExit) as exit:
+        main(["generate", str(model), *map(str, options)])
+    assert exit.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_reply_in_three_ways(ask, folder):
+    status, text, said = ask("-p", "The quick", "-m", 6)
+    assert status == 0 and text.strip() and all(word in said for word in ("tok/s", "first token", "peak memory"))
+    assert ask("-p", "The quick", "-n", 6, "--no-stream")[1] == text
+    values = json.loads(ask("-p", "The quick", "--max-tokens", 6, "--json")[1])
+    assert list(values) == KEYS
+    assert values["text"] == text[:-1] and values["finish_reason"] == "length" and values["generation_tokens"] == 6
+    assert values["model"] == str(folder) and values["device"] == "cpu"
+    assert min(values[key] for key in ("prompt_tps", "generation_tps", "ttft_s", "peak_memory")) > 0
+
+
+def test_the_model_may_be_left_out(monkeypatch, folder, capsys):
+    monkeypatch.setattr(arguments, "DEFAULT_MODEL", str(folder))
+    assert main(["generate", "-p", "Oslo", "-m", "2", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == str(folder)
+
+
+def test_the_same_seed_draws_the_same_reply(answer):
+    hot = ("-p", "Oslo", "-m", 12, "--temp", 2.0, "--top-k", 200, "--top-p", 0.99, "--min-p", 0.001)
+    first = answer(*hot, "--seed", 1)
+    assert first["text"] == answer(*hot, "--seed", 1)["text"] != answer(*hot, "--seed", 2)["text"]
+    penalties = ("--repetition-penalty", 1.3, "--presence-penalty", 0.5, "--frequency-penalty", 0.5)
+    assert answer(*hot, "--seed", 1, *penalties)["text"] != first["text"]
+
+
+def test_what_the_template_is_given(answer):
+    given = ("-p", "Oslo", "-m", 3)
+    thinking = ("--chat-template-args", '{"enable_thinking": true}')
+    ways = [("--ignore-chat-template",), (), thinking, ("--system-prompt", "Be brief.")]
+    sizes = [answer(*given, *way)["prompt_tokens"] for way in ways]
+    assert sizes == sorted(set(sizes))
+    assert answer(*given, "--chat-template-config", thinking[1])["prompt_tokens"] == sizes[2]
+
+
+def test_a_reply_ends_before_a_stop_string(answer):
+    whole = answer("-p", "Oslo", "-m", 20)["text"]
+    stop = whole[len(whole) // 2 :][:2]
+    cut = answer("-p", "Oslo", "-m", 20, "--stop", stop, "--stop", "never in it")
+    assert cut["text"] == whole[: whole.index(stop)] and cut["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("options", [("-p", "-"), ()], ids=["asked", "piped"])
+def test_a_prompt_from_a_pipe(answer, monkeypatch, options):
+    """The newline that `echo` adds is not the prompt's."""
+    raw = ("-m", 4, "--ignore-chat-template")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The quick\n"))
+    assert answer(*raw, *options)["text"] == answer(*raw, "-p", "The quick")["text"]
+
+
+def test_threads_and_steps_do_not_change_a_reply(answer):
+    import torch
+
+    from halfbyte.machine import use_threads
+
+    most = torch.get_num_threads()
+    try:
+        one = answer("-p", "The quick brown fox", "-m", 6, "-t", 1, "--prefill-step-size", 4)
+        assert torch.get_num_threads() == 1
+    finally:
+        use_threads(most)
+    assert one["text"] == answer("-p", "The quick brown fox", "-m", 6)["text"]
+
+
+def test_it_goes_on_from_a_prompt_cache(answer, capsys, folder, tmp_path):
+    options = ("--ignore-chat-template", "--prompt-cache-file", tmp_path / "state")
+    first = answer("-p", "The quick", "-m", 1, *options)
+    again = answer("-p", "The quick brown fox", "-m", 4, *options)
+    assert again["prompt_tokens"] < first["prompt_tokens"] + 3
+    assert answer("-p", "The quick brown fox", "-m", 4, options[0])["text"] == again["text"]
+    assert "another text" in refused(capsys, "-p", "Another text", *options, "--device", "cpu", model=folder)
+
+
+def test_a_reader_that_has_seen_enough(folder):
+    """`... | head -1` (row 68): the command ends, quietly."""
+    options = ["-p", "The quick", "-m", "2000", "--device", "cpu"]
+    with subprocess.Popen([*COMMAND, str(folder), *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(1)
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode in (0, 141) and said == b""
+
+
+def test_an_interrupt_is_quiet(folder):
+    command = [*COMMAND, str(folder), "-p", "The quick", "-m", "2000", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate()[1]
+    assert process.returncode == 130 and said == b""
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_on_a_terminal_is_taken_away_again(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal.passing("")
+    quick = terminal.bar("loading")
+    quick(50, 100)
+    quick(100, 100)
+    assert screen.getvalue() == ""
+    slow = terminal.prompt_progress()
+    slow(0, 4000)
+    assert screen.getvalue().endswith("] reading the prompt   0% of 4000 tokens")
+    slow(1000, 4000)
+    time.sleep(terminal.REDRAW_EVERY)
+    slow(3000, 4000)
+    assert screen.getvalue().count("\r") == 2 and "[██████████████████······]" in screen.getvalue()
+    slow(4000, 4000)
+    assert screen.getvalue().endswith("\r\x1b[K")
+
+
+def test_progress_elsewhere_is_a_line_now_and_then(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(terminal, "PLAIN_EVERY", 0.05)
+    progress = terminal.bar("loading")
+    for done in range(0, 1000, 100):
+        progress(done * 1000, 1_000_000)
+        time.sleep(0.01)
+    lines = sys.stderr.getvalue().splitlines()
+    assert 1 <= len(lines) <= 3 and all(line.startswith("loading ") and "of 1.0 MB, " in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--temp", "nan"), ("--temp", "-1"), ("--top-p", "0"), ("--top-k", "-5"), ("-m", "0"), ("-m", "many"),
+        ("--chat-template-args", "["), ("--chat-template-args", "3"), ("--chat-template-args", "[" * 100_000),
+        ("--repetition-penalty", "inf"), ("--seed", str(2**70)), ("--stop", ""), ("--stop", "x" * 2000),
+        ("--prefill-step-size", "0"), ("--threads", "0"), ("--threads", "100000"), ("--device", "tpu"),
+        ("--ignore-chat-template", "--system-prompt", "Be brief."), ("-p", " \n"),
+    ],
+    ids=lambda options: " ".join(options)[:40],
+)  # fmt: skip
+def test_it_refuses_before_it_loads(capsys, options):
+    assert "error: " in refused(capsys, "-p", "x", *options)
+
+
+def test_it_says_where_a_prompt_could_come_from(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert "-p TEXT" in refused(capsys) and "halfbyte chat" in refused(capsys)
+
+
+def test_a_device_that_is_not_there(capsys, folder):
+    import torch
+
+    absent = next(name for name in ("mps", "cuda") if not getattr(torch, name).is_available())
+    assert "halfbyte doctor" in refused(capsys, "-p", "x", "--device", absent, model=folder)
+
+
+def test_a_prompt_longer_than_the_context(capsys, folder):
+    assert "takes 1 to 4095" in refused(capsys, "-p", "Q7" * 4000, "--device", "cpu", model=folder)
+
+
+def test_exit_codes_of_the_model_and_the_machine(ask, folder, tmp_path, monkeypatch):
+    assert ask("-p", "x", model=tmp_path / "absent")[0] == 3
+    status, _, said = ask("-p", "x", "-m", 1, "--prompt-cache-file", tmp_path / "absent" / "state")
+    assert status == 5 and "could not be written" in said
+    monkeypatch.setattr("halfbyte.memory.available", lambda device: 1000)
+    status, _, said = ask("-p", "x")
+    assert status == 4 and "free" in said

@@ -1,0 +1,135 @@
+"""Starting: imports that cost nothing, kernels that are compiled once, and a cache that can only cost time."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+from test_models import model_of
+
+from halfbyte.commands import terminal
+from halfbyte.compilation import compile_kernels
+from halfbyte.engine import logits
+
+# Two small kernels, prepared as a model's are; prints how many were compiled, the progress and the results' bits.
+START = """
+import json, torch
+from halfbyte.ops.dispatch import find
+from halfbyte.ops.rowwise import glu, softcap
+x, said = torch.linspace(-3, 3, 50), []
+count = find("numba", "compiling", "prepare")(lambda: (glu(x, x), softcap(x, 2.0)), lambda *at: said.append(at))
+bits = torch.stack([glu(x, x), softcap(x, 2.0)]).view(torch.int32).sum().item()
+print(json.dumps([count, said, bits]))
+"""
+DONE = [[0, 2], [1, 2], [2, 2]]
+
+
+def launch(cache):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    return subprocess.Popen([sys.executable, "-c", START], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def start(cache):
+    return answer(launch(cache))
+
+
+def answer(process):
+    text, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    return json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A cache folder after its first start, and what that said."""
+    cache = tmp_path_factory.mktemp("cache")
+    return cache, start(cache)
+
+
+def kernels_of(cache):
+    return sorted((cache / "halfbyte").glob("numba-*/*.kernel"))
+
+
+def test_import_is_instant_and_loads_nothing_heavy():
+    """Best of five. A tenth of a second; three times that here, for a machine that is busy."""
+    code = (
+        "import sys, time; start = time.perf_counter(); import halfbyte\n"
+        "print(time.perf_counter() - start, 'torch' in sys.modules)"
+    )
+    said = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() for _ in "12345"
+    ]
+    assert {heavy for _, heavy in said} == {"False"}
+    assert min(float(seconds) for seconds, _ in said) < 0.3
+
+
+def test_help_is_instant():
+    """Best of five. 0.3 s; three times that here."""
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "halfbyte", "--help"], capture_output=True, check=True)
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 0.9
+
+
+def test_the_first_start_compiles_and_counts(first):
+    cache, (count, said, _) = first
+    assert (count, said) == (2, DONE)
+    assert [path.name.split("-")[0] for path in kernels_of(cache)] == ["rowwise.glu_kernel", "rowwise.softcap_kernel"]
+
+
+def test_the_second_start_compiles_nothing_and_makes_the_folder_private_again(first):
+    cache, (_, _, bits) = first
+    (folder,) = (cache / "halfbyte").iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o777)
+    assert start(cache) == [0, [], bits]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_damaged_kernels_are_compiled_again(first):
+    cache, (_, _, bits) = first
+    emptied, turned = kernels_of(cache)
+    whole = turned.read_bytes()
+    emptied.write_bytes(b"")
+    turned.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert start(cache) == [2, DONE, bits]
+    assert start(cache) == [0, [], bits]
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(first, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    assert start(tmp_path / "file") == [2, DONE, first[1][2]]
+
+
+def test_processes_that_compile_at_once_do_not_break_each_other(first, tmp_path):
+    together = [launch(tmp_path) for _ in range(2)]
+    assert {answer(process)[2] for process in together} == {first[1][2]}
+    assert start(tmp_path) == [0, [], first[1][2]]
+    assert len(kernels_of(tmp_path)) == 2 and len(list((tmp_path / "halfbyte").glob("numba-*/*"))) == 2
+
+
+def test_what_is_announced_is_all_that_a_model_needs():
+    """Kernels that a text needs beyond those would be compiled in the middle of it, unannounced."""
+    from halfbyte.kernels.numba.compiled import KERNELS
+
+    model = model_of("qwen3_5_moe-4bit")
+    model.compiled = False
+    compile_kernels(model)
+    assert compile_kernels(model) == 0
+    ready = {made: len(made.signatures) for made in KERNELS}
+    _, kept = logits(model, [5, 6, 7, 8])
+    logits(model, [9], kept)
+    assert {made: len(made.signatures) for made in KERNELS} == ready
+
+
+def test_compilation_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "PLAIN_EVERY", 0.0)
+    progress = terminal.kernels()
+    for done in range(3):
+        progress(done, 2)
+    assert capsys.readouterr().err == "compiling CPU kernels, once: 0/2\ncompiling CPU kernels, once: 1/2\n"
