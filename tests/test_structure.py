@@ -59,7 +59,8 @@ BELOW = {
     "hub_cache": {"download", "errors"},
     "hub": {"download", "errors", "files", "hub_cache"},
     "loading": {"chat", "checkpoint", "hub", "models"},
-    "generation": {"cache", "chat", "engine", "memory", "models", "sampling"},
+    "compilation": {"models", "ops"},
+    "generation": {"cache", "chat", "compilation", "engine", "memory", "models", "sampling"},
     "quality": {"engine", "models"},
     "commands": {
         "__init__", "accounting", "bench", "bench_load", "bench_model", "cache", "cache_file", "cases", "chat",

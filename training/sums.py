@@ -56,8 +56,8 @@ def words(number: int) -> str:
 
 
 def held_out(left: int, sign: str, right: int) -> bool:
-    """Sums that no training text has."""
-    return zlib.crc32(f"{left}{sign}{right}".encode()) % 20 == 0
+    """Sums that no training text has. The times table is learned by heart, so all of it is trained."""
+    return sign != "*" and zlib.crc32(f"{left}{sign}{right}".encode()) % 20 == 0
 
 
 def _operands(random: Random, sign: str) -> tuple[int, int]:
@@ -72,9 +72,9 @@ def _operands(random: Random, sign: str) -> tuple[int, int]:
 
 
 def _drawn(random: Random, unseen: bool = False) -> tuple[int, str, int]:
-    chance = random.random()
-    sign = "+" if chance < 0.45 else "-" if chance < 0.85 else "*"
     while True:
+        chance = random.random()
+        sign = "+" if chance < 0.45 else "-" if chance < 0.85 else "*"
         left, right = _operands(random, sign)
         if held_out(left, sign, right) == unseen:
             return left, sign, right

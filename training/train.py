@@ -25,7 +25,6 @@ from .tokenizer import text
 from .twin import Twin
 
 SHORT, LONG = 1024, 8192
-LONG_SHARE = 0.3  # of the time: long rows come in, every other step
 QUIET = 0.1  # weight of tokens that the assistant does not say
 BALANCE = 0.01  # weight of the routers' imbalance
 WARM, FALL = 0.02, 0.5  # of the time: the learning rate rises, and, at the end, falls to 0
@@ -185,6 +184,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=64, help="of 1024 tokens in a step; an eighth of them of 8192")
     parser.add_argument("--rate", type=float, default=0.004, help="highest learning rate")
     parser.add_argument("--quantise", type=float, default=0.4, help="share of the time after which weights are rounded")
+    parser.add_argument("--long", type=float, default=0.3, help="share of the time, the last, with long rows as well")
     parser.add_argument("--resume", type=Path, help="folder of weights to begin with")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the text: another, other text")
     parser.add_argument("--device", default="cuda")
@@ -211,7 +211,7 @@ def main() -> None:
     if options.profile:
         training.step(on_device(short.take(options.rows), training.device))
         profile(training, on_device(short.take(options.rows), training.device))
-    training.phase([(short, options.rows)], 1 - LONG_SHARE)
+    training.phase([(short, options.rows)], 1 - options.long)
     save_weights(twin.split(dict(twin.flat)), shape, options.out)
     training.phase([(short, options.rows), (long, max(options.rows * SHORT // LONG, 1))], 1.0)
     finish(training, options.tokenizer, options.out)

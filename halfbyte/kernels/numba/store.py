@@ -2,9 +2,9 @@
 
 The folder's name stands for everything that compiled code depends on: these sources, Numba, LLVM, Python and the CPU.
 A file's name stands for a kernel and the types of its arguments. A file begins with the digest of what follows, and
-appears at once, under its name; so a damaged file counts as missing, and processes that compile the same kernel at the
-same time write the same thing. (Numba's own cache numbers its files and lists them in an index, which two processes
-can set against each other.)
+appears whole under its name. So a damaged file counts as missing, and where processes compile the same kernel at the
+same time either's file will do. (Numba's own cache numbers its files and lists them in an index: two processes can make
+an entry name the other's file.)
 """
 
 import atexit
