@@ -11,8 +11,9 @@ import sys
 from importlib import import_module
 
 from . import __version__
-from .commands.terminal import passing
+from .commands.interrupts import interrupts
 from .errors import HalfbyteError
+from .progress import passing
 
 COMMANDS = (
     "chat", "generate", "pull", "list", "rm", "info", "plan", "convert", "perplexity", "verify", "doctor", "bench",
@@ -57,10 +58,11 @@ def joined(argv: list[str]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        args = parser().parse_args(joined(sys.argv[1:] if argv is None else argv))
-        status: int = args.run(args)
-        sys.stdout.flush()
-        return status
+        with interrupts():
+            args = parser().parse_args(joined(sys.argv[1:] if argv is None else argv))
+            status: int = args.run(args)
+            sys.stdout.flush()
+            return status
     except HalfbyteError as error:
         passing("")
         print(f"halfbyte: {error}", file=sys.stderr)

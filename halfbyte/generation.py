@@ -25,7 +25,10 @@ Prompt = str | Sequence[int] | Tensor
 
 @dataclass(frozen=True)
 class GenerationResponse:
-    """A piece of a reply. `text` is what the token made sure of, and may be empty; memory is in GB."""
+    """A piece of a reply. `text` is what the token made sure of, and may be empty.
+
+    `peak_memory` is in GB, and measured at the first token and the last: asking the system at each would cost time.
+    """
 
     text: str
     token: int
@@ -113,7 +116,7 @@ def stream_generate(
     compile_kernels(model)
     engine, decoder = Engine(model, cache), tokenizer.decoder(stop)
     engine.submit(request)
-    start, first = time.perf_counter(), 0.0
+    start, first, memory = time.perf_counter(), 0.0, 0.0
     while engine.busy:
         made = engine.step()
         if prompt_progress_callback is not None and not request.made[1:]:
@@ -127,9 +130,11 @@ def stream_generate(
             if request.finish_reason is not None:
                 text += decoder.finish()
             count = len(request.made)
+            if count == 1 or request.finish_reason is not None:
+                memory = peak(model.device) / 1e9
             yield GenerationResponse(
                 text, id, logits, len(ids), len(ids) / (first - start), count,
-                (count - 1) / (now - first) if count > 1 else 0.0, peak(model.device) / 1e9, request.finish_reason,
+                (count - 1) / (now - first) if count > 1 else 0.0, memory, request.finish_reason,
             )  # fmt: skip
 
 

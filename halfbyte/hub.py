@@ -60,13 +60,14 @@ def locate(
 ) -> Path:
     """The folder of a model. A name like `mlx-community/Qwen3-...` is fetched where the cache does not have it whole.
 
-    What the cache has is used as it is: nothing is asked of the hub. `fetch` looks for something newer.
+    What the cache has is used as it is: nothing is asked of the hub. `fetch` looks for something newer. The embedded
+    model is meant by its name, a string: a Path is a folder.
     """
     path, name = Path(path_or_repo).expanduser(), os.fspath(path_or_repo)
-    if name == EMBEDDED:
+    if path_or_repo == EMBEDDED:
         embedded = Path(__file__).parent / EMBEDDED
         if path.is_dir() and path.resolve() != embedded:
-            log.warning("%s: the folder of this name is used, not the embedded model", path.resolve())
+            log.warning("%s: the folder of this name is used, not the embedded model", os.path.join(".", name))
             return path
         return embedded
     if path.is_dir():

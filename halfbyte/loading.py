@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from . import checkpoint as checkpoints
 from . import hub
 from .chat import Tokenizer
 from .checkpoint.weights import Load
+from .download import no_progress
 from .models import MODELS
 from .models.decoder import Decoder
+from .progress import bar, rewritable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -51,8 +54,12 @@ def load(
     load: Load = "read",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Decoder, Tokenizer]:
-    """The model and the tokenizer of a folder, or of a repository of the hub such as mlx-community/..."""
-    folder = hub.locate(path_or_repo, revision=revision, offline=offline)
+    """The model and the tokenizer of a folder, or of a repository of the hub such as mlx-community/...
+
+    On a terminal a bar shows how far a download is, unless there is a `progress`, which is told of the loading.
+    """
+    fetching = bar if progress is None and rewritable(sys.stderr) else no_progress
+    folder = hub.locate(path_or_repo, revision=revision, offline=offline, progress=fetching)
     model = load_model(folder, device, dtype, load=load, progress=progress)
     return model, Tokenizer.open(folder, model.vocabulary)
 

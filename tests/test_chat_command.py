@@ -54,6 +54,7 @@ class Terminal:
     def __init__(self, *arguments, **environment):
         self.process, self.screen = pty.fork()
         if not self.process:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs, as these tests may be, ignore it
             os.environ.update({"TERM": "xterm", **environment})
             os.execv(sys.executable, [sys.executable, "-m", "halfbyte", *map(str, arguments)])
         self.shown, self.seen = "", 0
@@ -283,7 +284,29 @@ def test_a_model_s_text_does_not_steer_the_terminal():
     assert printable(text, Screen()) == "a␛]0;title␇␍\n\tb␡\ufffd2J東京"
 
 
-def test_an_interrupt_waits_for_the_compiler():
+@pytest.fixture()
+def interruptible():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_that_is_ignored_stays_so(interruptible):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupts():
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_commands_also_run_in_threads(capsys):
+    """Which get no signals."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(main(["ops"])))
+    thread.start()
+    thread.join()
+    assert found == [0] and "rms_norm" in capsys.readouterr().out
+
+
+def test_an_interrupt_waits_for_the_compiler(interruptible):
     """One in the middle of Numba would leave the kernel unusable, and the next call would fail."""
     import numba
 

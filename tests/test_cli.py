@@ -136,6 +136,22 @@ def test_interrupt_exits_130_quietly():
     assert errors == ""
 
 
+@pytest.mark.parametrize("command", [["bench", "tiny"], ["perplexity", "tiny", __file__]], ids=["bench", "perplexity"])
+def test_compiling_is_shown_and_can_be_interrupted(command, tmp_path):
+    """A kernel is compiled to its end first; those that are done are kept."""
+    process = subprocess.Popen(
+        [*COMMAND, *command, "--device", "cpu"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stderr.readline().startswith("compiling CPU kernels, once: ")
+    process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "")
+    assert all(line.startswith("compiling CPU kernels, once: ") for line in errors.splitlines())
+    assert list(tmp_path.rglob("*.kernel"))
+
+
 def test_a_closed_reader_ends_it_quietly():
     reader, writer = os.pipe()
     process = subprocess.Popen([*COMMAND, "ops"], stdout=writer, stderr=subprocess.PIPE, text=True)

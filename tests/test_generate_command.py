@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
+from halfbyte import progress
 from halfbyte.cli import main
-from halfbyte.commands import arguments, terminal
+from halfbyte.commands import arguments
 
 COMMAND = [sys.executable, "-m", "halfbyte", "generate"]
 KEYS = [
@@ -129,7 +131,8 @@ def test_a_reader_that_has_seen_enough(folder):
 
 def test_an_interrupt_is_quiet(folder):
     command = [*COMMAND, str(folder), "-p", "The quick", "-m", "2000", "--device", "cpu"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where these tests run in the background
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=listens) as process:
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         said = process.communicate()[1]
@@ -145,16 +148,16 @@ def test_progress_on_a_terminal_is_taken_away_again(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    terminal.passing("")
-    quick = terminal.bar("loading")
+    progress.passing("")
+    quick = progress.bar("loading")
     quick(50, 100)
     quick(100, 100)
     assert screen.getvalue() == ""
-    slow = terminal.prompt_progress()
+    slow = progress.prompt_progress()
     slow(0, 4000)
     assert screen.getvalue().endswith("] reading the prompt   0% of 4000 tokens")
     slow(1000, 4000)
-    time.sleep(terminal.REDRAW_EVERY)
+    time.sleep(progress.REDRAW_EVERY)
     slow(3000, 4000)
     assert screen.getvalue().count("\r") == 2 and "[██████████████████······]" in screen.getvalue()
     slow(4000, 4000)
@@ -163,10 +166,10 @@ def test_progress_on_a_terminal_is_taken_away_again(monkeypatch):
 
 def test_progress_elsewhere_is_a_line_now_and_then(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    monkeypatch.setattr(terminal, "PLAIN_EVERY", 0.05)
-    progress = terminal.bar("loading")
+    monkeypatch.setattr(progress, "PLAIN_EVERY", 0.05)
+    shown = progress.bar("loading")
     for done in range(0, 1000, 100):
-        progress(done * 1000, 1_000_000)
+        shown(done * 1000, 1_000_000)
         time.sleep(0.01)
     lines = sys.stderr.getvalue().splitlines()
     assert 1 <= len(lines) <= 3 and all(line.startswith("loading ") and "of 1.0 MB, " in line for line in lines)

@@ -48,6 +48,17 @@ def test_greedy_tokens_are_those_of_the_logits(loaded):
     assert last.from_draft is False
 
 
+def test_memory_is_measured_at_the_first_token_and_the_last(loaded):
+    from halfbyte.memory import forget_peak
+
+    forget_peak(torch.device("cpu"))
+    found = []
+    for answer in halfbyte.stream_generate(*loaded, [5, 6, 7], max_tokens=5):
+        found.append(answer.peak_memory)
+        held = b"x" * 200_000_000 if len(found) == 2 else b""
+    assert not held and len(set(found[:-1])) == 1 and found[-1] - found[0] > 0.15
+
+
 def test_generate_is_the_whole_text(loaded, capsys):
     model, tokenizer = loaded
     text = halfbyte.generate(model, tokenizer, [5, 6, 7], max_tokens=9, verbose=True)

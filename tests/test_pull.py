@@ -1,5 +1,6 @@
 """Models from the hub: the real client against a hub on this machine that cuts, lies and changes its mind."""
 
+import io
 import json
 import os
 import random
@@ -15,7 +16,8 @@ from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 from local_hub import COMMIT, TOKEN, Cut, LocalHub, Serve, Status, digest
 
-from halfbyte import download, hub, hub_cache
+import halfbyte
+from halfbyte import download, hub, hub_cache, progress
 from halfbyte.cli import main
 from halfbyte.errors import CheckpointError, StorageError
 
@@ -344,13 +346,29 @@ def test_a_model_that_is_asked_for_is_fetched(server):
     assert server.asked == []
 
 
+@pytest.mark.parametrize(
+    ("terminal", "callback", "shown"),
+    [(True, None, True), (True, lambda done, total: None, False), (False, None, False)],
+)
+def test_python_shows_a_download_on_a_terminal(server, monkeypatch, terminal, callback, shown):
+    screen = io.StringIO()
+    screen.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    with pytest.raises(CheckpointError):  # what has come is no model
+        halfbyte.load("owner/model", progress=callback)
+    assert_right()
+    assert ("] fetching " in screen.getvalue()) == bool(screen.getvalue()) == shown
+
+
 def test_the_embedded_model_has_a_name(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     assert hub.locate("tiny") == Path(hub.__file__).parent / "tiny"
     assert not caplog.messages
     (tmp_path / "tiny").mkdir()
-    assert hub.locate("tiny").resolve() == tmp_path / "tiny"
-    assert len(caplog.messages) == 1 and "not the embedded model" in caplog.text
+    assert hub.locate(hub.locate("tiny")).resolve() == tmp_path / "tiny"  # which says it once
+    assert caplog.messages == ["./tiny: the folder of this name is used, not the embedded model"]
 
 
 def test_names_that_are_none(capsys):

@@ -10,7 +10,7 @@ import time
 import pytest
 from test_models import every_model, model_of
 
-from halfbyte.commands import terminal
+from halfbyte import progress
 from halfbyte.compilation import compile_kernels
 from halfbyte.engine import logits
 
@@ -128,8 +128,8 @@ def test_what_is_announced_is_all_that_a_model_needs(name):
 
 
 def test_compilation_is_shown(monkeypatch, capsys):
-    monkeypatch.setattr(terminal, "PLAIN_EVERY", 0.0)
-    progress = terminal.kernels()
+    monkeypatch.setattr(progress, "PLAIN_EVERY", 0.0)
+    shown = progress.kernels()
     for done in range(3):
-        progress(done, 2)
+        shown(done, 2)
     assert capsys.readouterr().err == "compiling CPU kernels, once: 0/2\ncompiling CPU kernels, once: 1/2\n"

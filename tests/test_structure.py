@@ -58,17 +58,18 @@ BELOW = {
     "download": {"errors"},
     "hub_cache": {"download", "errors"},
     "hub": {"download", "errors", "files", "hub_cache"},
-    "loading": {"chat", "checkpoint", "hub", "models"},
+    "progress": {"errors"},
+    "loading": {"chat", "checkpoint", "download", "hub", "models", "progress"},
     "compilation": {"models", "ops"},
     "generation": {"cache", "chat", "compilation", "engine", "memory", "models", "sampling"},
     "quality": {"engine", "models"},
     "commands": {
         "__init__", "accounting", "bench", "bench_load", "bench_model", "cache", "cache_file", "cases", "chat",
         "checkpoint", "commands", "compilation", "conversation", "conversation_file", "convert", "cuda", "errors",
-        "files", "generation", "hub", "listing", "loading", "machine", "memory", "models", "ops", "proof", "quality",
-        "sampling", "text",
+        "files", "generation", "hub", "listing", "loading", "machine", "memory", "models", "ops", "progress", "proof",
+        "quality", "sampling", "text",
     },
-    "cli": {"__init__", "commands", "errors"},
+    "cli": {"__init__", "commands", "errors", "progress"},
     "__main__": {"cli"},
     "__init__": {"engine", "generation", "loading", "ops"},
 }  # fmt: skip
@@ -82,6 +83,7 @@ LIGHT = {
     "limits",
     "listing",
     "machine",
+    "progress",
 }  # parts that load nothing heavy when they are imported
 POSIX_ONLY = {"fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "posix", "syslog", "crypt", "readline"}
 LONGER = {}  # files outside kernels that may exceed 300 lines, with their limit

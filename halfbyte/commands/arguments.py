@@ -6,12 +6,13 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..progress import bar, kernels
 from .numbers import whole
 from .pull import located
-from .terminal import bar, kernels
 
 if TYPE_CHECKING:
     from ..chat import Tokenizer
+    from ..checkpoint.weights import Load
     from ..models.decoder import Decoder
 
 DEFAULT_MODEL = "tiny"  # the one in the package
@@ -96,12 +97,13 @@ def require_device(args: argparse.Namespace) -> None:
         args.parser.error("argument --device: torch finds no Apple GPU here; `halfbyte doctor` says what there is")
 
 
-def loaded(args: argparse.Namespace) -> tuple[Decoder, Tokenizer]:
+def loaded(name: str, args: argparse.Namespace, load: Load = "read") -> tuple[Decoder, Tokenizer]:
+    """A model that a command was given, and its tokenizer: fetched, loaded and compiled, as far as that is needed."""
+    from .. import loading
     from ..compilation import compile_kernels
-    from ..loading import load
 
     require_device(args)
-    folder = located(args.model, args)
-    model, tokenizer = load(folder, args.device, args.dtype, load=args.load, progress=bar(f"loading {args.model}"))
+    folder = located(name, args)
+    model, tokenizer = loading.load(folder, args.device, args.dtype, load=load, progress=bar(f"loading {name}"))
     compile_kernels(model, kernels())
     return model, tokenizer

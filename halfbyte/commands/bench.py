@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import size
+from ..progress import bar, counter, kernels, passing, say
 from .arguments import DEFAULT_MODEL, require_device
 from .numbers import at_least_one, counts, pair, seconds, whole
 from .pull import located
-from .terminal import bar, counter, passing, say
 
 if TYPE_CHECKING:
     from ..bench_model import Proof, Result, Trial
@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from ..accounting import skeleton
     from ..bench_model import measure, prove
+    from ..compilation import compile_kernels
     from ..loading import load_model
     from ..machine import use_threads
 
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     checkpoint, _, account = skeleton(folder)
     trials = chosen(args, account.context)
     model = load_model(folder, args.device, args.dtype, progress=bar(f"loading {args.model}"))
+    compile_kernels(model, kernels())
     table = Table("json" if args.json else args.output)
     for threads in args.threads or [None]:
         if threads is not None:

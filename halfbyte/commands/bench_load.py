@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
+from ..progress import passing
 from .numbers import positive, whole
-from .terminal import passing
 
 SHARED = ("json",)
 

@@ -8,8 +8,8 @@ import sys
 import time
 from typing import Any
 
+from ..progress import passing
 from .numbers import part, positive, whole
-from .terminal import passing
 
 SHARED = ("json",)
 

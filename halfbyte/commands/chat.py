@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..errors import HalfbyteError, size
+from ..progress import passing, prompt_progress
 from . import arguments as shared
 from .chat_commands import Leave, obey
 from .chat_input import Input
 from .interrupts import interrupts
-from .terminal import colours, passing, printable, prompt_progress, tolerate_any_text
+from .terminal import colours, tolerate_any_text
+from .wrapping import Writer
 
 if TYPE_CHECKING:
     from ..conversation import Conversation, Stats
@@ -30,15 +32,14 @@ def run(args: argparse.Namespace) -> int:
     """Talk with a model. Ctrl-C stops a reply, /help lists commands; a pipe's lines are answered one by one."""
     wishes = shared.checked(args)
     tolerate_any_text()
-    with interrupts():
-        return talk(args, wishes)
+    return talk(args, wishes)
 
 
 def talk(args: argparse.Namespace, wishes: shared.Wishes) -> int:
     from ..conversation import Conversation
     from ..machine import backend
 
-    model, tokenizer = shared.loaded(args)
+    model, tokenizer = shared.loaded(args.model, args, args.load)
     conversation = Conversation(
         model, tokenizer, args.system_prompt, max_tokens=args.max_tokens, stop=args.stop,
         template_args=wishes.template_args, raw=args.ignore_chat_template, prefill_step_size=args.prefill_step_size,
@@ -130,30 +131,32 @@ class Screen(Pipe):
         print(self.dim(text), flush=True)
 
     def answer(self, text: str) -> None:
-        before, kind = len(self.conversation.messages), "text"
+        before, kind, writer = len(self.conversation.messages), "text", Writer(sys.stdout)
         passing("...")
         with suppress(KeyboardInterrupt), closing(self.conversation.say(text, prompt_progress())) as reply:
             for event in reply:
                 passing("")
                 if event.kind != kind:
-                    self.turn_to(event.kind)
+                    self.turn_to(event.kind, writer)
                     kind = event.kind
-                print(printable(event.text, sys.stdout), end="", flush=True)
+                writer.write(event.text)
         passing("")
         if kind == "reasoning":
-            self.turn_to("text")
+            self.turn_to("text", writer)
         if len(self.conversation.messages) == before:
             self.tell("Stopped before the reply: the message is taken back.")
         elif self.conversation.stats is not None:
             print()
             self.tell(self.summary(self.conversation.stats))
 
-    def turn_to(self, kind: str) -> None:
+    def turn_to(self, kind: str, writer: Writer) -> None:
         """What the model thinks is dim, and stands apart from what it says."""
-        if kind == "reasoning":
-            print(DIM if self.coloured else "Thinking: ", end="")
-        else:
-            print(PLAIN if self.coloured else "", end="\n\n")
+        if self.coloured:
+            print(DIM if kind == "reasoning" else PLAIN, end="")
+        elif kind == "reasoning":
+            writer.write("Thinking: ")
+        if kind == "text":
+            writer.write("\n\n")
 
     def summary(self, stats: Stats) -> str:
         said = [

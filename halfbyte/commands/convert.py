@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 
 from ..errors import size
+from ..progress import bar
 from .pull import located
-from .terminal import bar, show
+from .terminal import show
 
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 

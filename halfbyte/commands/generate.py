@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import size
+from ..progress import prompt_progress
 from . import arguments as shared
-from .interrupts import interrupts
-from .terminal import printable, prompt_progress, tolerate_any_text
+from .terminal import tolerate_any_text
+from .wrapping import Writer
 
 if TYPE_CHECKING:
     from ..cache import Cache
@@ -30,16 +31,14 @@ def run(args: argparse.Namespace) -> int:
     """Answer one prompt. The reply goes to standard output; speed and memory go to standard error."""
     wishes = shared.checked(args)
     tolerate_any_text()
-    prompt = read_prompt(args)
-    with interrupts():
-        return answer(args, wishes, prompt)
+    return answer(args, wishes, read_prompt(args))
 
 
 def answer(args: argparse.Namespace, wishes: shared.Wishes, prompt: str) -> int:
     from .. import cache_file
     from ..generation import stream_generate
 
-    model, tokenizer = shared.loaded(args)
+    model, tokenizer = shared.loaded(args.model, args, args.load)
     start = time.perf_counter()
     if args.ignore_chat_template or not tokenizer.templates:
         ids = tokenizer.prompt_ids(prompt)
@@ -49,7 +48,7 @@ def answer(args: argparse.Namespace, wishes: shared.Wishes, prompt: str) -> int:
     if not 0 < len(ids) < model.context:
         args.parser.error(f"argument --prompt: it has {len(ids)} tokens, and the model takes 1 to {model.context - 1}")
     cache, held = kept_state(args, model, ids)
-    progress, text, made, first = prompt_progress(), "", [], 0.0
+    writer, progress, text, made, first = Writer(sys.stdout), prompt_progress(), "", [], 0.0
     for piece in stream_generate(
         model, tokenizer, ids[held:], args.max_tokens, stop=args.stop, prefill_step_size=args.prefill_step_size,
         prompt_cache=cache, prompt_progress_callback=progress, **wishes.sampling,
@@ -58,7 +57,7 @@ def answer(args: argparse.Namespace, wishes: shared.Wishes, prompt: str) -> int:
         made.append(piece.token)
         first = first or time.perf_counter()
         if not (args.no_stream or args.json):
-            print(printable(piece.text, sys.stdout), end="", flush=True)
+            writer.write(piece.text)
     if cache is not None:
         cache_file.save(args.prompt_cache_file, model, cache, [*ids, *made[:-1]])
     result = {
@@ -76,7 +75,9 @@ def report(result: dict[str, Any], args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(result))
         return
-    print(printable(result["text"], sys.stdout) if args.no_stream else "")
+    if args.no_stream:
+        Writer(sys.stdout).write(result["text"])
+    print()
     memory = size(int(result["peak_memory"] * 1e9))
     print(
         "prompt {prompt_tokens} tokens, {prompt_tps:.1f} tok/s; reply {generation_tokens} tokens, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,8 +18,12 @@ FRAGILE = ("numba", "llvmlite", "triton", "importlib")
 def interrupts(stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """While this is entered, Ctrl-C calls `stop`, and where that is not enough (False) raises KeyboardInterrupt.
 
-    A kernel that is being compiled is compiled first.
+    A kernel that is being compiled is compiled first. Where Ctrl-C is ignored (a script's job in the background) it
+    stays so, and a thread that gets no signals changes nothing.
     """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         if stop():
@@ -36,7 +41,7 @@ def interrupts(stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
     def unraisable(event: sys.UnraisableHookArgs) -> None:
         """What interrupts a destructor goes no further; it is pressed again."""
         if not issubclass(event.exc_type, KeyboardInterrupt):
-            sys.__unraisablehook__(event)
+            before[1](event)
 
     before = signal.signal(signal.SIGINT, interrupted), sys.unraisablehook
     sys.unraisablehook = unraisable

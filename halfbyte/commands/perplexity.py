@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .pull import located
-from .terminal import bar, show
+from ..progress import counter
+from .arguments import loaded
+from .terminal import show
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure how well a model predicts a text; with --kl, how far it is from another model of the same vocabulary."""
     from ..errors import CheckpointError
-    from ..loading import load
     from ..quality import quality
-    from .terminal import counter
 
     if args.context < 2:
         args.parser.error("argument --context: must be 2 or more")
@@ -33,16 +32,13 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         args.parser.error(f"argument FILE: {args.file}: {error}")
 
-    def loaded(name: str):  # type: ignore[no-untyped-def]
-        return load(located(name, args), args.device, args.dtype, progress=bar(f"loading {name}"))
-
-    model, tokenizer = loaded(args.model)
+    model, tokenizer = loaded(args.model, args)
     ids = tokenizer.encode(text)
     if len(ids) < 2:
         args.parser.error(f"argument FILE: {args.file} has {len(ids)} tokens, at least 2 are needed")
     base = None
     if args.kl is not None:
-        base, other = loaded(args.kl)
+        base, other = loaded(args.kl, args)
         if other.encode(text) != ids or base.vocabulary != model.vocabulary:
             raise CheckpointError(
                 f"{args.kl}: its tokens are others than those of {args.model}: they cannot be compared."

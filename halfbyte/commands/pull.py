@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 from ..errors import size
-from .terminal import bar, say, show
+from ..progress import bar, say
+from .terminal import show
 
 SHARED = ("revision", "offline", "json")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ..errors import size
-from .terminal import say, show
+from ..progress import say
+from .terminal import show
 
 SHARED = ("json",)
 

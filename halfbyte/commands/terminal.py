@@ -1,113 +1,22 @@
-"""What commands share: how they show progress, sizes and results, on a terminal and elsewhere."""
+"""What commands share: how they show text, tables and results, on a terminal and elsewhere."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import time
-from collections.abc import Callable
 from typing import Any, TextIO
 
-from ..errors import size
-
-PLAIN_EVERY = 2.0  # seconds between lines where there is no terminal
-REDRAW_EVERY = 0.1  # seconds between two states of a bar
-PATIENCE = 0.3  # seconds that may pass without a word: what is done by then shows no bar
-WIDTH = 24  # of a bar
-
-Progress = Callable[[int, int], None]
-_passing = False  # whether the terminal's present line is one to rewrite
+from ..progress import rewritable
 
 # A model's text could steer the terminal it is shown on. Control characters are shown as their pictures instead.
 PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
-def bar(what: str) -> Progress:
-    """A callback (done, total) in bytes: a bar that is rewritten on a terminal, a line now and then elsewhere.
-
-    Told that 0 is done, it shows itself at once: that announces what takes long.
-    """
-    return _progress(_share(what, size, lambda rate: f"{size(int(rate))}/s"))
-
-
-def counter(what: str, unit: str = "") -> Progress:
-    """The same of things that are counted."""
-    amount, speed = lambda total: f"{total} {unit}".rstrip(), lambda rate: f"{rate:.0f} {unit}".rstrip() + "/s"
-    return _progress(_share(what, amount, speed))
-
-
-def prompt_progress() -> Progress:
-    return counter("reading the prompt", "tokens")
-
-
-def kernels() -> Progress:
-    """The same of kernels that are compiled: few and slow, so they are counted one by one."""
-    return _progress(lambda done, total, seconds: f"compiling CPU kernels, once: {done}/{total}")
-
-
-State = Callable[[int, int, float], str]  # (done, total, seconds) -> what a line says
-
-
-def _share(what: str, amount: Callable[[int], str], speed: Callable[[float], str]) -> State:
-    def state(done: int, total: int, seconds: float) -> str:
-        text = f"{what} {done / max(total, 1):4.0%} of {amount(total)}"
-        return text + (f", {speed(done / max(seconds, 1e-9))}" if done else "")
-
-    return state
-
-
-def _progress(state: State) -> Progress:
-    start = said = time.monotonic()
-    terminal, shown = _rewritable(), False
-
-    def progress(done: int, total: int) -> None:
-        nonlocal said, shown
-        now = time.monotonic()
-        if done >= total:
-            passing("")
-            return
-        patience = PLAIN_EVERY if not terminal else REDRAW_EVERY if shown else PATIENCE if done else 0.0
-        if now - said < patience:
-            return
-        text = state(done, total, now - start)
-        if terminal:
-            filled = int(WIDTH * done / max(total, 1))
-            passing(f"[{'█' * filled}{'·' * (WIDTH - filled)}] {text}")
-        else:
-            print(text, file=sys.stderr, flush=True)
-        said, shown = now, True
-
-    return progress
-
-
-def passing(text: str) -> None:
-    """What is being done, on one line of a terminal that the next call rewrites; nothing elsewhere.
-
-    "" takes the line away; where none stands, what was printed there stays.
-    """
-    global _passing
-    if _rewritable() and (text or _passing):
-        room = shutil.get_terminal_size().columns - 1  # a line that wraps could not be taken back
-        print(f"\r\x1b[K{text[:room]}", end="", file=sys.stderr, flush=True)
-        _passing = bool(text)
-
-
-def _rewritable() -> bool:
-    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-
-
-def say(text: str) -> None:
-    """A line above what is passing."""
-    passing("")
-    print(text, file=sys.stderr, flush=True)
-
-
 def colours(stream: TextIO) -> bool:
     """Whether a stream takes colours: on a terminal that knows them, unless NO_COLOR says otherwise."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return rewritable(stream) and not os.environ.get("NO_COLOR")
 
 
 def printable(text: str, stream: TextIO) -> str:

@@ -7,8 +7,9 @@ import hashlib
 import re
 from pathlib import Path
 
+from ..progress import bar
 from .pull import located
-from .terminal import bar, show
+from .terminal import show
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 PIECE = 16 << 20
