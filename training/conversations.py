@@ -43,7 +43,7 @@ def _length(random: Random) -> str:
 
 
 def _story(random: Random, again: bool = False) -> tuple[list[Message], plans.Plan]:
-    """A request and its story. What means nothing comes from the request: the model copies such words, it coins none."""
+    """A request and its story. Words that mean nothing come from the request: the model copies them, it coins none."""
     while True:
         plan, length = plans.plan(random), _length(random)
         asked, told = stories.prompt(random, plan, length, again), stories.story(random, plan, length)
