@@ -79,6 +79,10 @@ class SamplingParams:
     def penalised(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
+    @property
+    def filtered(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
     def _number(self, name: str, low: float, high: float, above: bool = False) -> None:
         value = getattr(self, name)
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

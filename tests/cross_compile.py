@@ -3,6 +3,7 @@ tensors that have a shape but no memory. That a launcher runs on them also shows
 
     python tests/cross_compile.py serving sm_90             every serving case of every op, for one target
     python tests/cross_compile.py small sm_90               every other case, in float32 and bfloat16
+    python tests/cross_compile.py fused sm_90               what a recorded step launches in the place of several ops
     python tests/cross_compile.py qmm sm_90                 of one op
     python tests/cross_compile.py 'qmm[...]' sm_90 --sass   one case, and its machine code
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import triton
+from fused_launches import LAUNCHES
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -85,29 +88,32 @@ def launches(case, dtype=torch.bfloat16):
 
 
 def wanted(chosen):
-    """The (case, dtype) pairs to compile."""
+    """What to compile: its name, and what launches it."""
+    if chosen == "fused":
+        yield from ((name, partial(launch, *shape)) for name, (launch, shape) in LAUNCHES.items())
     for case in CASES:
-        if chosen == "small":
-            yield from ((case, dtype) for dtype in (torch.float32, torch.bfloat16) if not case.serving)
+        if chosen == "small" and not case.serving:
+            for dtype in (torch.float32, torch.bfloat16):
+                yield f"{case} in {dtype}", partial(launches, case, dtype)
         elif chosen == str(case) or (case.serving and chosen in ("serving", case.op.__name__)):
-            yield case, torch.bfloat16
+            yield str(case), partial(launches, case)
 
 
 def main():
     chosen, name, *options = sys.argv[1:]
     limit, failed, seen = TARGETS[name][1].shared, 0, set()
     with compiled_for(name) as made:
-        for case, dtype in wanted(chosen):
+        for case, launch in wanted(chosen):
             made.clear()
             try:
-                launches(case, dtype)
+                launch()
             except Exception as error:
-                print(f"{case} in {dtype}  FAILED for {name}: {type(error).__name__}: {error}", flush=True)
+                print(f"{case}  FAILED for {name}: {type(error).__name__}: {error}", flush=True)
                 failed += 1
             for kernel in made:
                 m = kernel.metadata
                 failed += m.shared > limit
-                if chosen not in ("serving", "small") or m.shared > limit:
+                if chosen not in ("serving", "small", "fused") or m.shared > limit:
                     print(f"{case}  {m.name}  warps {m.num_warps}  stages {m.num_stages}  shared {m.shared} of {limit}")
                 seen.add(kernel.hash)
                 for form in ("ttir", "ttgir", "llir", "ptx", "sass"):

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("cross_compile.py")
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 # What is served compiles for every target; all else, where arguments of 0 and 1 become constants, for one.
 RUNS = [
-    *(("serving", target) for target in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")),
+    *((which, target) for which in ("serving", "fused") for target in TARGETS),
     ("small", "sm_90"),
 ]
 
@@ -35,4 +36,4 @@ def test_kernels_compile_within_shared_memory(run, outcomes):
     done = outcomes[run].result()
     assert done.returncode == 0, done.stdout + done.stderr
     kernels = int(done.stdout.split(f"{run[1]}: ")[-1].split()[0])
-    assert kernels > 80
+    assert kernels > (10 if run[0] == "fused" else 80)

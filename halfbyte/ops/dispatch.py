@@ -22,7 +22,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
 _forced: ContextVar[str | None] = ContextVar("forced language", default=None)
-_entries: ContextVar[list[Entry] | None] = ContextVar("trace", default=None)
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
 class Entry(NamedTuple):
@@ -31,6 +31,9 @@ class Entry(NamedTuple):
     op: str
     language: str
     kernel: Callable[..., Any] | None
+
+
+Watcher = Callable[[Entry], Callable[..., Any] | None]  # sees a call coming, and says what is to run instead
 
 
 def language(x: Tensor) -> str:
@@ -52,11 +55,11 @@ def find(language: str, family: str, op: str) -> Callable[..., Any] | None:
 
 
 def kernel(family: str, op: str, x: Tensor) -> Callable[..., Any] | None:
-    """The kernel of an op for x's device, noted in the running trace; None means: run the torch body."""
+    """The kernel of an op for x's device, shown to whoever watches; None means: run the torch body."""
     chosen = language(x)
     found = find(chosen, family, op)
-    if (entries := _entries.get()) is not None:
-        entries.append(Entry(op, chosen if found else "torch", found))
+    if (watch := _watcher.get()) is not None:
+        return watch(Entry(op, chosen if found else "torch", found))
     return found
 
 
@@ -78,15 +81,26 @@ def reference() -> Any:
 
 
 @contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Show every op call inside the block to the watcher, whose answer runs in the kernel's place."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+@contextmanager
 def trace() -> Iterator[list[Entry]]:
     """List every (op, language, kernel) entered inside the block, in order."""
-    token = _entries.set([])
-    try:
-        entries = _entries.get()
-        assert entries is not None
+    entries: list[Entry] = []
+
+    def note(entry: Entry) -> Callable[..., Any] | None:
+        entries.append(entry)
+        return entry.kernel
+
+    with watching(note):
         yield entries
-    finally:
-        _entries.reset(token)
 
 
 def require(condition: bool, op: str, argument: str, expected: str, *got: Any) -> None:

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .elementary import rounded
+from .device import overlap
+from .elementary import begin_early, rounded
 
 TILE = 4096  # elements of a program
 
@@ -11,9 +12,10 @@ TILE = 4096  # elements of a program
 @triton.jit(do_not_specialize=["L", "S", "heads"])
 def append_kernel(
     cache, new, slots, lengths, L, S, heads, size, cache_strides, new_strides,
-    RING: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    RING: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A row is one (token, head) pair of a request: `size` elements."""
+    begin_early(OVERLAP)
     b = tl.program_id(2).to(tl.int64)
     slot = b if slots is None else tl.load(slots + b).to(tl.int64)
     end = L if lengths is None else tl.load(lengths + b).to(tl.int64)
@@ -47,7 +49,7 @@ def append(cache, new, *, slots=None, lengths=None, ring=False):
     append_kernel[(triton.cdiv(L * heads, block_rows), triton.cdiv(size, block), B)](
         cache, new, slots, lengths, L, S, heads, size,
         (*cache.stride()[:2], *cache_strides), (*new.stride()[:2], *new_strides),
-        RING=ring, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=4,
+        RING=ring, BLOCK_ROWS=block_rows, BLOCK=block, num_warps=4, **overlap(cache.device),
     )  # fmt: skip
     return cache
 

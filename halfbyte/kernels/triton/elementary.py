@@ -5,11 +5,24 @@ PRECISE is for float32 results; 16-bit ones round away what the quick exponentia
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import device
 
 INTERPRETED = tl.constexpr(device.INTERPRETED)
 ACTIVATIONS = {"silu": tl.constexpr(0), "gelu_tanh": tl.constexpr(1), "sigmoid": tl.constexpr(2)}
+
+
+@triton.jit
+def begin_early(OVERLAP: tl.constexpr):
+    """How a kernel launched with device.overlap begins that needs the one before it whole; then the next may start.
+
+    2026-11-15, H200, a step of Qwen3.5-35B-A3B in a graph, fused: 1845 us without overlap, 1640 us when the next is let
+    start before the wait, 1501 us so.
+    """
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

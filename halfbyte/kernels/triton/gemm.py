@@ -35,7 +35,8 @@ from .dequant import (
     two_scales,
     weight_tile,
 )
-from .device import INTERPRETED, facts
+from .device import INTERPRETED, facts, overlap
+from .elementary import begin_early
 
 
 @triton.jit
@@ -190,9 +191,10 @@ def product_kernel(
     x, group_sums, operand, y, M, H, N, K, x_row, x_head, y_split, y_row, y_head,
     FORMAT: tl.constexpr, FACTOR: tl.constexpr, TRANSPOSE: tl.constexpr, STYLE: tl.constexpr, EVEN: tl.constexpr,
     SHUFFLED: tl.constexpr, NVIDIA: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A tile of y [M, H, width], or of one of the SPLITS parts of its sum."""
+    begin_early(OVERLAP)
     width, inner = (N, K) if TRANSPOSE else (K, N)
     OUT: tl.constexpr = BLOCK_N if TRANSPOSE else BLOCK_K
     STEP: tl.constexpr = BLOCK_K if TRANSPOSE else BLOCK_N
@@ -250,13 +252,19 @@ def prepare(program, work, SUMS: tl.constexpr, SHUFFLED: tl.constexpr, GROUP: tl
 
 
 @triton.jit
-def prepare_kernel(work, SUMS: tl.constexpr, SHUFFLED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def prepare_kernel(
+    work, SUMS: tl.constexpr, SHUFFLED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    begin_early(OVERLAP)
     prepare(tl.program_id(0), work, SUMS, SHUFFLED, GROUP, BLOCK)
 
 
 @triton.jit
-def join_splits_kernel(parts, y, size, H, width, y_row, y_head, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def join_splits_kernel(
+    parts, y, size, H, width, y_row, y_head, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
     """y [M, H, width] from the parts of its sums, float32 [SPLITS, M, H, width], always added in the same order."""
+    begin_early(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     total = tl.load(parts + at, inside, other=0.0)
@@ -301,7 +309,9 @@ class Prepared(NamedTuple):
     def launch(self):
         if self.count:
             block = 4096 // self.options["GROUP"]
-            prepare_kernel[(triton.cdiv(self.count, block),)](self.work, **self.options, BLOCK=block, num_warps=4)
+            prepare_kernel[(triton.cdiv(self.count, block),)](
+                self.work, **self.options, BLOCK=block, num_warps=4, **overlap(self.x.device)
+            )
         return self
 
 
@@ -366,12 +376,13 @@ def fused(x, w, transpose, y, sizes=None, splits=None):
         ready.x, ready.sums, given.operand, parts, M, H, N, K, *ready.steps, *parts.stride()[:3],
         FORMAT=given.format, FACTOR=given.scaled, TRANSPOSE=transpose, STYLE=style, EVEN=K % block_k == 0,
         SHUFFLED=ready.shuffled, NVIDIA=in_assembly(x, given.format), SPLITS=splits,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages, **overlap(y.device),
     )  # fmt: skip
     if splits > 1:
         join_splits_kernel[(triton.cdiv(y.numel(), 1024),)](
-            parts, y, y.numel(), H, y.shape[-1], y.stride(0), y.stride(1), SPLITS=splits, BLOCK=1024
-        )
+            parts, y, y.numel(), H, y.shape[-1], y.stride(0), y.stride(1), SPLITS=splits, BLOCK=1024,
+            **overlap(y.device),
+        )  # fmt: skip
     return y
 
 

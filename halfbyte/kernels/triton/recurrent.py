@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .delta import chunk_matrices_kernel, chunk_scan_kernel, gated_delta_kernel, row_of
 from .device import facts, overlap
-from .elementary import rounded
+from .elementary import begin_early, rounded
 
 CHUNK = 64
 
@@ -68,9 +68,10 @@ def causal_conv_kernel(
     x_steps, weight_steps, state_steps, y_steps,
     L, C,
     NAMED: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_T tokens of BLOCK_C channels of one request; ROWS is WIDTH - 1, rounded up to a power of two."""
+    begin_early(OVERLAP)
     channels = (tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
     start, b = tl.program_id(1) * BLOCK_T, tl.program_id(2).to(tl.int64)
     mask = channels < C
@@ -113,7 +114,7 @@ def causal_conv(x, weight, state, *, slots=None, activation="silu", out=None):
         x.stride(), weight.stride(), state.stride(), target.stride(),
         L, C,
         slots is not None, activation is not None, width, triton.next_power_of_2(width - 1),
-        block_t, block_c, num_warps=warps,
+        block_t, block_c, num_warps=warps, **overlap(x.device),
     )  # fmt: skip
     return y if apart else y.copy_(target)
 
@@ -144,8 +145,9 @@ def delta_gates_kernel(
     a, b, a_log, dt_bias, g, beta,
     a_steps, b_steps, g_steps, beta_steps, a_log_step, dt_bias_step,
     rows, Hv,
-    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin_early(OVERLAP)
     row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
     h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[None, :]
     heads, mask = h < Hv, (row < rows) & (h < Hv)
@@ -172,7 +174,7 @@ def delta_gates(a, b, a_log, dt_bias, *, out=None):
     delta_gates_kernel[(triton.cdiv(len(a), block_r), triton.cdiv(Hv, block_h))](
         a, b, a_log, dt_bias, g, beta,
         a.stride(), b.stride(), g.stride(), beta.stride(), a_log.stride(0), dt_bias.stride(0),
-        len(a), Hv, block_r, block_h, num_warps=4,
+        len(a), Hv, block_r, block_h, num_warps=4, **overlap(a.device),
     )  # fmt: skip
     for one, flat in zip(outs, (g, beta), strict=True):
         if one.data_ptr() != flat.data_ptr():

@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .elementary import precise_exp, rounded
+from .device import overlap
+from .elementary import begin_early, precise_exp, rounded
 from .rowwise import delivered
 
 NOTHING = tl.constexpr(-0x80000000)  # below the order of every value
@@ -112,11 +113,14 @@ def fill_slots(score, expert, valid, K: tl.constexpr, SLOTS: tl.constexpr):
 
 @triton.jit
 def route_kernel(
-    logits, row_stride, bias, expert_scale, scaling, ids_out, weights_out, rows, K: tl.constexpr, GROUPS: tl.constexpr,
+    logits, row_stride, bias, expert_scale, scaling, ids_out, ids_row, weights_out, rows, K: tl.constexpr,
+    GROUPS: tl.constexpr,
     KEEP: tl.constexpr, SIZE: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, SLOT_ORDER: tl.constexpr,
     TOKENS: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr, SLOTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Experts are GROUPS runs of SIZE (one run where there are no groups), each padded to a power of two."""
+    begin_early(OVERLAP)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     present = (token < rows)[:, None]
     token = token.to(tl.int64)[:, None]
@@ -156,7 +160,7 @@ def route_kernel(
     if expert_scale is not None:
         weights *= tl.load(expert_scale + ids).to(tl.float32)
     written = present & (slot < K)
-    tl.store(ids_out + token * K + slot, ids, written)
+    tl.store(ids_out + token * ids_row + slot, ids, written)
     tl.store(weights_out + token * K + slot, weights * scaling, written)
 
 
@@ -164,6 +168,12 @@ def contiguous_rows(t):
     """[..., D] as [rows, D] of whole rows."""
     flat = t.reshape(-1, t.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def destination(shape, dtype, device, out):
+    """The given tensor where its rows are whole, and one behind the other or in two axes; else a new one."""
+    fits = out is not None and (out.is_contiguous() or (out.ndim == 2 and out.stride(1) == 1))
+    return out if fits else torch.empty(shape, dtype=dtype, device=device)
 
 
 def contiguous_destination(shape, dtype, device, out):
@@ -183,7 +193,7 @@ def route(
 ):  # fmt: skip
     shape = (*logits.shape[:-1], k)
     ids_out, weights_out = out or (None, None)
-    ids = contiguous_destination(shape, torch.int32, logits.device, ids_out)
+    ids = destination(shape, torch.int32, logits.device, ids_out)
     weights = contiguous_destination(shape, torch.float32, logits.device, weights_out)
     if ids.numel():
         x = contiguous_rows(logits)
@@ -193,9 +203,10 @@ def route(
         tokens, warps = route_launch(padded_groups * padded_size, groups is None and order == "score")
         route_kernel[(triton.cdiv(rows, tokens),)](
             x, x.stride(0), None if bias is None else bias.contiguous(),
-            None if per_expert_scale is None else per_expert_scale.contiguous(), float(scaling), ids, weights, rows, k,
+            None if per_expert_scale is None else per_expert_scale.contiguous(), float(scaling), ids,
+            ids.stride(0) if ids.ndim == 2 else k, weights, rows, k,
             runs, keep_groups or 1, size, kind == "sigmoid", renormalise, order == "slot", tokens, padded_groups,
-            padded_size, triton.next_power_of_2(k), num_warps=warps,
+            padded_size, triton.next_power_of_2(k), num_warps=warps, **overlap(x.device),
         )  # fmt: skip
     return delivered(ids, ids_out), delivered(weights, weights_out)
 
@@ -209,8 +220,9 @@ def weighted(y, y_row, y_expert, weights, row, expert, A: tl.constexpr, columns,
 @triton.jit
 def combine_kernel(
     y, y_row, y_expert, weights, residual, residual_row, shared, shared_row, shared_gate, result, result_row, blocks,
-    A: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
+    A: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin_early(OVERLAP)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     mask = columns < D
@@ -283,6 +295,6 @@ def combine(y, weights, *, residual=None, shared=None, shared_gate=None, tokens=
         source, source.stride(0), source.stride(1), weights.contiguous(), first,
         0 if first is None else first.stride(0), second, 0 if second is None else second.stride(0),
         None if shared_gate is None else shared_gate.reshape(-1).contiguous(), result, D, blocks, A, D, block,
-        TOGETHER=min(8, A), num_warps=COLUMN_WARPS,
+        TOGETHER=min(8, A), num_warps=COLUMN_WARPS, **overlap(y.device),
     )  # fmt: skip
     return delivered(result, out)

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import facts
-from .elementary import ACTIVATIONS, activated, cos_sin, rounded, tanh
+from .device import facts, overlap
+from .elementary import ACTIVATIONS, activated, begin_early, cos_sin, rounded, tanh
 
 # 2026-11-15, H200, bfloat16, medians in a graph. A norm's elements a thread: at 2048 x 4096, 16 and 32 are alike (10.7
 # and 10.6 us; 13.0 with 8), a chain wants 32 (30.5 against 32.7 us); heads of 128 and one row of 2048 want 16 (14.7
@@ -143,8 +143,9 @@ def tile_of(rows, tokens, heads, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def rms_norm_kernel(
     x, weight, eps, add, mul, gate, residual, number, scale, SCALE_STEP: tl.constexpr, y, s_out, copy, rows, tokens,
-    heads, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PRECISE: tl.constexpr,
+    heads, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PRECISE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin_early(OVERLAP)
     at, inside, columns = tile_of(rows, tokens, heads, ROWS, BLOCK)
     if D <= BLOCK:
         mask = inside & (columns < D)[None, :]
@@ -241,6 +242,7 @@ def rms_norm(
             strided(gate), strided(residual), *scale_arguments(scale), strided(views[0]),
             strided(views[1]) if return_sum else None, strided(views[-1]) if extra_dtype else None,
             x.numel() // D, source.shape[1], source.shape[2], D, PRECISE=x.dtype == torch.float32, **sizes,
+            **overlap(x.device),
         )  # fmt: skip
     results = tuple(map(delivered, made, outs))
     return results if len(results) > 1 else results[0]
@@ -275,8 +277,9 @@ def store_chain(
 @triton.jit
 def rms_norm_chain_kernel(
     x, weight, residual, weights, eps, residual2, number, scale, SCALE_STEP: tl.constexpr, r_out, ys, rows, tokens,
-    heads, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PRECISE: tl.constexpr,
+    heads, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PRECISE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin_early(OVERLAP)
     at, inside, columns = tile_of(rows, tokens, heads, ROWS, BLOCK)
     if D <= BLOCK:
         mask = inside & (columns < D)[None, :]
@@ -319,7 +322,7 @@ def launch_chain(x, weight, residual, weights, eps, residual2, scale, r, ys):
     rms_norm_chain_kernel[grid](
         strided(source), weight, strided(residual), tuple(w.contiguous() for w in weights), eps, strided(residual2),
         *scale_arguments(scale), strided(r), tuple(map(strided, ys)), x.numel() // D, source.shape[1],
-        source.shape[2], D, PRECISE=x.dtype == torch.float32, **sizes,
+        source.shape[2], D, PRECISE=x.dtype == torch.float32, **sizes, **overlap(x.device),
     )  # fmt: skip
 
 
@@ -349,15 +352,20 @@ def span_of(tokens, heads, D, BLOCK: tl.constexpr):
 
 @triton.jit
 def glu_kernel(
-    gate, up, y, tokens, heads, D, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr
+    gate, up, y, tokens, heads, D, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin_early(OVERLAP)
     at, columns, mask = span_of(tokens, heads, D, BLOCK)
     g, u = load_rows(gate, at, columns, mask), load_rows(up, at, columns, mask)
     store_rows(y, at, columns, mask, activated(g, ACTIVATION, PRECISE) * u)
 
 
 @triton.jit
-def softcap_kernel(x, cap, y, tokens, heads, D, PRECISE: tl.constexpr, BLOCK: tl.constexpr):
+def softcap_kernel(
+    x, cap, y, tokens, heads, D, PRECISE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    begin_early(OVERLAP)
     at, columns, mask = span_of(tokens, heads, D, BLOCK)
     v = load_rows(x, at, columns, mask)
     v = v / cap if PRECISE else v * (1.0 / cap)
@@ -383,7 +391,7 @@ def glu(gate, up, activation="silu", *, out=None):
         grid, counts = span_launch(rows)
         glu_kernel[grid](
             strided(g), strided(u), strided(rows), *counts, ACTIVATIONS[activation], up.dtype == torch.float32, SPAN,
-            num_warps=SPAN_WARPS,
+            num_warps=SPAN_WARPS, **overlap(up.device),
         )  # fmt: skip
     return delivered(y, out)
 
@@ -394,7 +402,8 @@ def softcap(x, cap, *, out=None):
         source, rows = long_rows(x, y)
         grid, counts = span_launch(rows)
         softcap_kernel[grid](
-            strided(source), float(cap), strided(rows), *counts, x.dtype == torch.float32, SPAN, num_warps=SPAN_WARPS
+            strided(source), float(cap), strided(rows), *counts, x.dtype == torch.float32, SPAN, num_warps=SPAN_WARPS,
+            **overlap(x.device),
         )  # fmt: skip
     return delivered(y, out)
 
@@ -402,9 +411,10 @@ def softcap(x, cap, *, out=None):
 @triton.jit
 def rope_kernel(
     x, y, positions, position_batch, inv_freq, scale, tokens, heads, ROTARY: tl.constexpr, REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token: its angles once, then the rotations, then the REST of the channels as they are."""
+    begin_early(OVERLAP)
     batch, token = tl.program_id(0) // tokens, tl.program_id(0) % tokens
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     at = (batch.to(tl.int64), token.to(tl.int64), head.to(tl.int64))
@@ -444,5 +454,6 @@ def rope(x, positions, inv_freq, *, rotary=None, interleaved=False, scale=1.0, o
             strided(source), strided(y), positions.contiguous(), T if positions.ndim > 1 else 0,
             inv_freq.contiguous(), float(scale), T, H, rotary, rest, interleaved, together,
             triton.next_power_of_2(rotary // 2), triton.next_power_of_2(max(rest, 1)), num_warps=ROPE_WARPS,
+            **overlap(x.device),
         )  # fmt: skip
     return delivered(y, out)

@@ -21,9 +21,9 @@ does anything depend on the order of a list, whose places come from a counter.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .device import overlap
+from .elementary import begin_early
 from .lists import MASS, NOTHING, draw_few, draw_many, gumbel, id_of, ordered, rank, ranked, share, words
 
 # 2026-11-15, H200, 248320 bfloat16 logits, medians in a graph. One row: greedy 4.4 us, a plain draw 5.1, top-k 20 with
@@ -41,13 +41,6 @@ MINUS_INF = tl.constexpr(float("-inf"))
 LEAST = tl.constexpr(-3.4028234663852886e38)  # of the finite numbers
 # What a row needs after its scores: nothing, a list for top-k, bins for top-p alone, a draw above the bar of min-p.
 DECIDED, LISTED, BINNED, BARRED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-
-
-@triton.jit
-def begin(OVERLAP: tl.constexpr):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -130,7 +123,7 @@ def score_kernel(
     CHUNK: tl.constexpr, PEAK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """What one chunk says of its row's largest s, of its draw if it has no filters, of its floor if it has."""
-    begin(OVERLAP)
+    begin_early(OVERLAP)
     row, ids = chunk_of(chunks, CHUNK)
     x, s = scores(given, row, ids, V)
     k, p, least = filters(given_filters, row, V)
@@ -168,7 +161,7 @@ def plan_kernel(
     CHUNKS: tl.constexpr, BLOCKS: tl.constexpr, BINS: tl.constexpr, COPIES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A row's kind and its (largest s, floor, bins in one unit of s, sum of exp(s - largest))."""
-    begin(OVERLAP)
+    begin_early(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk, block = tl.arange(0, CHUNKS), tl.arange(0, BLOCKS)
     # All loads first, also of what only some kinds have.
@@ -240,7 +233,7 @@ def sift_kernel(
     CHUNK: tl.constexpr, BINS: tl.constexpr, COPIES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """What one chunk adds to its row's list or bins."""
-    begin(OVERLAP)
+    begin_early(OVERLAP)
     row, ids = chunk_of(chunks, CHUNK)
     kind = tl.load(kinds + row)
     top, floor, scale, total = plan_of(plans, row)
@@ -261,7 +254,7 @@ def draw_kernel(
     CHUNK: tl.constexpr, BINS: tl.constexpr, COPIES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The draw from what is surely left of one chunk; what may be left is listed."""
-    begin(OVERLAP)
+    begin_early(OVERLAP)
     row, ids = chunk_of(chunks, CHUNK)
     kind = tl.load(kinds + row)
     if (kind == BINNED) | (kind == BARRED):
@@ -289,7 +282,7 @@ def choose_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The token of one row."""
-    begin(OVERLAP)
+    begin_early(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     kind = DECIDED if kinds is None else tl.load(kinds + row)
     chosen = tl.full([], NOTHING, tl.int64)
