@@ -1,4 +1,4 @@
-"""Chains of ops in one launch, for steps of one token a request. fusion.py says which calls each of them replaces."""
+"""Chains of ops in one launch, for steps of one token a request. fusion/ says which calls each of them replaces."""
 
 import triton
 import triton.language as tl

@@ -1,0 +1,72 @@
+"""What stands before an attention of one token each: norms, rotations, and rows for the cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..graph import Book, Call, call
+from ..ops.dispatch import find
+from .matching import alike, language, options
+
+
+class Rotations(NamedTuple):
+    """What stands before an attention of one token each."""
+
+    norm_q: Call
+    turn_q: Call
+    norm_k: Call
+    turn_k: Call
+    put_k: Call
+    put_v: Call
+    norm_v: Call | None  # values may be normed, or not
+
+
+def rotate_and_append(calls: list[Call]) -> list[Call]:
+    """rope(rms_norm(q)); append(rope(rms_norm(k))); append(v) or append(rms_norm(v)): one launch for six or seven."""
+    book = Book(calls)
+    appends = {one.args[0].untyped_storage().data_ptr(): one for one in calls if one.name == "append"}
+    dropped: set[Call] = set()
+    replaced: dict[Call, Call] = {}
+    for end in calls:
+        chain = find_rotations(end, book, appends) if end.name == "attention" else None
+        kernel = None if chain is None else find(language(end), "fused", "rotate_and_append")
+        if chain is None or kernel is None:
+            continue
+        q, k = chain.norm_q.args[0], chain.norm_k.args[0]
+        v = chain.put_v.args[1].flatten(0, 1) if chain.norm_v is None else chain.norm_v.args[0]
+        if any(t.stride(-1) != 1 for t in (q, k, v, *end.args[:3])):
+            continue
+        (_, q_weight, eps), (_, k_weight, _), (_, positions, inv_freq) = (
+            one.args for one in (chain.norm_q, chain.norm_k, chain.turn_q)
+        )
+        turn, put, out = chain.turn_q.kwargs, chain.put_k.kwargs, chain.turn_q.result
+        kwargs = {
+            "slots": put["slots"], "lengths": put["lengths"], "ring": put["ring"],
+            "rotary": turn["rotary"] or q.shape[-1],
+            "scale": turn["scale"], "norm_v": chain.norm_v is not None, "out": out,
+        }  # fmt: skip
+        args = (q, k, v, q_weight, k_weight, eps, positions, inv_freq, *end.args[1:3])
+        last = max((chain.put_k, chain.put_v, chain.turn_q), key=book.place.__getitem__)
+        replaced[last] = call("rotate_and_append", kernel, args, kwargs, out, end.args[1:3])
+        dropped |= {one for one in chain if one is not None and one is not last}
+    return [replaced.get(one, one) for one in calls if one not in dropped]
+
+
+def find_rotations(end: Call, book: Book, appends: dict[int, Call]) -> Rotations | None:
+    """An append belongs to the first attention that reads it, and is taken out: a later layer may read it again."""
+    put_k, put_v = (appends.pop(cache.untyped_storage().data_ptr(), None) for cache in end.args[1:3])
+    if end.args[0].shape[1] != 1 or put_k is None or put_v is None or put_k.kwargs["slots"] is None:
+        return None
+    turn_q, turn_k = book.maker(end.args[0], "rope"), book.maker(put_k.args[1], "rope")
+    if turn_q is None or turn_k is None or turn_q.kwargs["interleaved"]:
+        return None
+    if not alike(turn_q, turn_k, given=1) or not alike(put_k, put_v, given=2) or end.args[1].shape != end.args[2].shape:
+        return None
+    norm_q, norm_k = book.maker(turn_q.args[0], "rms_norm"), book.maker(turn_k.args[0], "rms_norm")
+    norm_v = book.maker(put_v.args[1], "rms_norm")
+    if norm_q is None or norm_k is None or (norm_v is not None and norm_v.args[1] is not None):
+        return None
+    norms = [one for one in (norm_q, norm_k, norm_v) if one is not None]
+    plain = all(not options(one) and one.args[0].ndim == 3 and one.args[2] == norm_q.args[2] for one in norms)
+    found = Rotations(norm_q, turn_q, norm_k, turn_k, put_k, put_v, norm_v)
+    return found if plain and book.read_once(turn_q, turn_k, *norms) else None
