@@ -1,4 +1,4 @@
-"""How fast a model runs: prompts and replies through the engine, as a user gets them; nothing is timed that is wrong.
+"""How fast a model runs: prompts and replies through the engine, as a user gets them.
 
 A trial is a prompt (pp512), a reply (tg128) or both, on a text of so many tokens, by so many streams at a time. Weights
 are read once a step, so a reply's floor is the bytes of a step over the measured read bandwidth.
@@ -6,29 +6,21 @@ are read once a step, so a reply's floor is the bytes of a step over the measure
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from .accounting import Account
 from .cache import Cache, bytes_of
-from .check import EPS, LIMIT, bits
-from .engine import Engine, Request, logits
+from .engine import Engine, Request
 from .machine import queueing_seconds
 from .memory import forget_peak, peak
 from .models.decoder import Decoder
-from .ops.dispatch import reference
 from .sampling import SamplingParams
 
-PROMPT, STEPS = 12, 4  # tokens that are checked before anything is timed: together, then one by one
-RIGHT = 0.75  # of them: where two experts score alike, rounding may choose the other one for a token
 QUEUED = 0.1  # part of the time that our threads may wait for a CPU; beyond that others disturb us
 REPORTED = 0.2  # seconds between two words of progress: saying them takes time too
 GREEDY = SamplingParams(temperature=0.0)
@@ -91,56 +83,6 @@ class Result:
     @property
     def bytes_per_second(self) -> float | None:
         return self.bytes_per_step and self.bytes_per_step * self.mean / self.trial.streams
-
-
-@dataclass
-class Proof:
-    """How far the model's kernels are from its torch bodies: error ratios by row, and whether bits move."""
-
-    ratios: dict[str, list[float]] = field(default_factory=dict)
-    same_bits: bool = True
-
-    @property
-    def wrong(self) -> str:
-        """What is wrong, or nothing."""
-        if not self.same_bits:
-            return "two identical runs gave different bits"
-        for what, found in self.ratios.items():
-            if not all(map(math.isfinite, found)):
-                return f"{what}: logits that are no numbers"
-            right = sum(ratio <= LIMIT for ratio in found)
-            if right < RIGHT * len(found):
-                wrong = f"{len(found) - right} of {len(found)} rows"
-                return f"{what}: {wrong}, error ratio up to {max(found):.3g} (limit {LIMIT:g})"
-        return ""
-
-
-def prove(model: Decoder) -> Proof:
-    """The logits of a short prompt and of a few steps: kernels, torch bodies, and those in float64, which are exact."""
-    kernel, again = _rows(model), _rows(model)
-    proof = Proof(same_bits=torch.equal(bits(kernel), bits(again)))
-    dtype = model.dtype
-    with reference():
-        body = _rows(model).double()
-        try:
-            model.dtype = torch.float64 if model.device.type != "mps" else torch.float32  # that one has no float64
-            exact = _rows(model).double()
-        finally:
-            model.dtype = dtype
-    error, allowed = _largest(kernel.double() - exact), _largest(body - exact) + 4 * EPS * _largest(exact)
-    ratios: list[float] = (error / allowed).tolist()
-    proof.ratios = {"prompt": ratios[:PROMPT], "reply": ratios[PROMPT:]}
-    return proof
-
-
-def _rows(model: Decoder) -> Tensor:
-    ids = _ids(model, PROMPT + STEPS)
-    found, cache = logits(model, ids[:PROMPT])
-    return torch.cat([found, *(logits(model, [id], cache)[0] for id in ids[PROMPT:])])
-
-
-def _largest(rows: Tensor) -> Tensor:
-    return rows.abs().amax(-1)
 
 
 def _ids(model: Decoder, count: int) -> list[int]:

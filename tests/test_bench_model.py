@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 
 from halfbyte import bench_model
 from halfbyte.accounting import skeleton
-from halfbyte.bench_model import Proof, Result, Trial, Turn, measure, prove, step_bytes
+from halfbyte.bench_model import Result, Trial, Turn, measure, step_bytes
 from halfbyte.cli import main
 from halfbyte.loading import load_model
+from halfbyte.model_proof import prove
 from halfbyte.ops import dispatch
 
 QUICK = ("-t", "1", "--device", "cpu", "-r", "2")
@@ -62,12 +64,17 @@ def plant(monkeypatch):
     dispatch.find.cache_clear()
 
 
-def test_a_right_model_is_proved_right(model):
-    proof = prove(model)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_right_model_is_proved_right(model, dtype):
+    model.dtype = dtype
+    try:
+        with dispatch.trace() as entries:
+            proof = prove(model, [1, 3])
+    finally:
+        model.dtype = torch.float32
     assert not proof.wrong
-    assert [len(found) for found in proof.ratios.values()] == [bench_model.PROMPT, bench_model.STEPS]
-    assert all(0 < ratio <= 2 for found in proof.ratios.values() for ratio in found)
-    assert model.dtype == torch.float32, "as it was before"
+    assert proof.ratios.keys() == {entry.op for entry in entries if entry.kernel}
+    assert all(ratio <= 2 for ratio in proof.ratios.values()) and max(proof.ratios.values()) > 0
 
 
 def scaled(kernel):
@@ -85,7 +92,7 @@ def test_a_wrong_kernel_is_refused_and_not_timed(folder, plant, capsys, monkeypa
     plant("routing", "route", scaled)
     assert bench(folder, "-p", "8", "-n", "4", "-o", "jsonl") == 1
     said = capsys.readouterr()
-    assert "WRONG: prompt: 12 of 12 rows, error ratio up to" in said.err and "not timed" in said.err
+    assert "WRONG: route of float32[12, " in said.err and "error ratio" in said.err and "not timed" in said.err
     assert said.out == ""
 
 
@@ -99,19 +106,40 @@ def wrong_alone(kernel):
 
 def test_a_kernel_that_is_wrong_for_single_tokens_is_wrong(model, plant):
     plant("experts", "expert_mlp", wrong_alone)
-    assert prove(model).wrong.startswith("reply: 4 of 4 rows")
+    assert prove(model).wrong.startswith("expert_mlp of float32[1, ")
+
+
+def test_a_kernel_that_spoils_what_it_keeps_is_wrong(model, plant):
+    def careless(kernel):
+        def wrong(*args, **kwargs):
+            y = kernel(*args, **kwargs)
+            args[5].mul_(1.001)
+            return y
+
+        return wrong
+
+    plant("recurrent", "gated_delta", careless)
+    assert prove(model).wrong.startswith("gated_delta of")
+
+
+def test_a_kernel_that_is_wrong_for_several_texts_is_wrong(model, plant):
+    def wrong_for_three(kernel):
+        return lambda x, *args, **kwargs: kernel(x, *args, **kwargs) * (1.001 if x.shape[0] == 3 else 1)
+
+    plant("experts", "expert_mlp", wrong_for_three)
+    assert not prove(model).wrong
+    assert prove(model, [1, 3]).wrong.startswith("expert_mlp of float32[3, ")
 
 
 def test_bits_that_move_are_wrong(model, plant):
-    calls = iter(range(1, 10_000))
-    plant("rowwise", "glu", lambda kernel: lambda *args, **kwargs: kernel(*args, **kwargs) * (1 + next(calls) * 1e-7))
+    little = itertools.cycle([1, 1, 1 + 2e-7])
+    plant("rowwise", "glu", lambda kernel: lambda *args, **kwargs: kernel(*args, **kwargs) * next(little))
     assert prove(model).wrong == "two identical runs gave different bits"
 
 
-def test_what_counts_as_wrong():
-    assert Proof({"prompt": [0.5] * 11 + [float("nan")]}).wrong == "prompt: logits that are no numbers"
-    assert Proof({"prompt": [0.5] * 8 + [1e3] * 4}).wrong == "prompt: 4 of 12 rows, error ratio up to 1e+03 (limit 2)"
-    assert not Proof({"prompt": [0.5] * 9 + [1e3] * 3}).wrong, "a token may take the other of two equal experts"
+def test_numbers_that_are_none_are_wrong(model, plant):
+    plant("rowwise", "glu", lambda kernel: lambda *args, **kwargs: kernel(*args, **kwargs).fill_(float("nan")))
+    assert prove(model).wrong.startswith("glu of") and "error ratio inf" in prove(model).wrong
 
 
 def test_names_are_those_of_llama_bench():

@@ -21,7 +21,8 @@ from .numbers import at_least_one, counts, pair, seconds, whole
 from .pull import located
 
 if TYPE_CHECKING:
-    from ..bench_model import Proof, Result, Trial
+    from ..bench_model import Result, Trial
+    from ..model_proof import Proof
     from ..models.decoder import Decoder
 
 COLUMNS = {  # with the room that their cells usually take
@@ -66,10 +67,11 @@ def run(args: argparse.Namespace) -> int:
     so it has no GB/s; nor have several streams of a model with experts, which share those they both need.
     """
     from ..accounting import skeleton
-    from ..bench_model import measure, prove
+    from ..bench_model import measure
     from ..compilation import compile_kernels
     from ..loading import load_model
     from ..machine import use_threads
+    from ..model_proof import prove
 
     require_device(args)
     try:
@@ -87,11 +89,11 @@ def run(args: argparse.Namespace) -> int:
         if threads is not None:
             use_threads(threads)
         announce("checking the model against its torch bodies")
-        proof = prove(model)
+        proof = prove(model, [trial.streams for trial in trials])
         passing("")
         if proof.wrong:
             table.end()
-            say(f"{args.model}  WRONG: {proof.wrong}; not timed. `halfbyte bench ops` says which op")
+            say(f"{args.model}  WRONG: {proof.wrong}; not timed")
             return 1
         facts = model_facts(args.model, folder, model, checkpoint.quantisation.general, account, proof)
         for number, trial in enumerate(trials):
@@ -136,7 +138,6 @@ def model_facts(
     bandwidth = read_bandwidth(model.device.type) if model.device.type != "mps" else None
     passing("")
     language = LANGUAGE_OF[model.device.type]
-    ratios = {what: max(found) for what, found in proof.ratios.items()}
     return {
         "build_commit": commit(), "version": __version__, "backend": machine.backend(model.device),
         "language": language if find(language, "quant", "qmm") else "torch", "device": str(model.device),
@@ -146,7 +147,7 @@ def model_facts(
         "model_bytes": account.weights, "n_params": account.parameters,
         "bits": round(8 * account.weights / account.parameters, 2), "group_size": quantisation.get("group_size"),
         "dtype": str(model.dtype).removeprefix("torch."), "n_threads": torch.get_num_threads(), "ram_limit": None,
-        "gpu_limit": None, "error_ratios": ratios, "floor_gbps": bandwidth and bandwidth / 1e9,
+        "gpu_limit": None, "error_ratios": proof.ratios, "floor_gbps": bandwidth and bandwidth / 1e9,
     }  # fmt: skip
 
 

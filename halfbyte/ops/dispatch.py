@@ -31,6 +31,7 @@ class Entry(NamedTuple):
     op: str
     language: str
     kernel: Callable[..., Any] | None
+    family: str
 
 
 Watcher = Callable[[Entry], Callable[..., Any] | None]  # sees a call coming, and says what is to run instead
@@ -59,7 +60,7 @@ def kernel(family: str, op: str, x: Tensor) -> Callable[..., Any] | None:
     chosen = language(x)
     found = find(chosen, family, op)
     if (watch := _watcher.get()) is not None:
-        return watch(Entry(op, chosen if found else "torch", found))
+        return watch(Entry(op, chosen if found else "torch", found, family))
     return found
 
 

@@ -1,0 +1,94 @@
+"""Are a model's kernels right, on its own weights and what flows between them?
+
+Every call of every op is held against its torch body and the body in float64, as cases are (check.py). Whole logits
+would not do: where two experts score alike, rounding chooses one or the other, and all that follows is another text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .check import LIMIT, bits, clone, ratio, tensors
+from .graph import CHANGED
+from .models.decoder import Decoder
+from .ops.dispatch import Entry, describe, reference, watching
+
+PROMPT, STEPS = 12, 4  # tokens of a text that are computed together, then one by one
+
+
+@dataclass
+class Proof:
+    """The largest error ratio of each op's calls, and what is wrong, or nothing."""
+
+    ratios: dict[str, float] = field(default_factory=dict)
+    wrong: str = ""
+
+    def note(self, op: str, found: float, given: Any) -> None:
+        self.ratios[op] = max(self.ratios.get(op, 0.0), found)
+        if not found <= LIMIT and not self.wrong:
+            first = next(tensors(given), None)
+            self.wrong = f"{op} of {describe(first)}: error ratio {found:.3g} (limit {LIMIT:g})"
+
+
+def prove(model: Decoder, streams: Iterable[int] = (1,)) -> Proof:
+    """Hold every call of a short text against its body, for each number of texts at a time."""
+    proof = Proof()
+    for count in sorted(set(streams)):
+        with watching(partial(compared, proof)):
+            logits = text(model, count)
+        if not proof.wrong and not torch.isfinite(logits).all():
+            proof.wrong = "logits that are no numbers"
+        if not proof.wrong and not torch.equal(bits(logits), bits(text(model, count))):
+            proof.wrong = "two identical runs gave different bits"
+    return proof
+
+
+def text(model: Decoder, streams: int) -> Tensor:
+    """The last logits of texts as if by chance, the same every time."""
+    ids = random.Random(streams).choices(range(model.vocabulary), k=streams + PROMPT + STEPS)
+    cache = model.new_cache(streams, PROMPT + STEPS)
+    pieces = [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, PROMPT + STEPS))]
+    for start, end in pieces:
+        work = [(slot, ids[slot + start : slot + end]) for slot in range(streams)]
+        logits = model(cache.plan(work), cache)
+        cache.advance(work)
+    return logits
+
+
+def compared(proof: Proof, entry: Entry) -> Callable[..., Any] | None:
+    return None if entry.kernel is None else partial(run_compared, proof, entry, entry.kernel)
+
+
+def run_compared(proof: Proof, entry: Entry, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The kernel's result, after its body has had the same arguments, twice: a kernel may change them."""
+    op = getattr(import_module(f".ops.{entry.family}", __package__), entry.op)
+    given = {name: value for name, value in kwargs.items() if name != "out"}
+
+    def outcome(floats: torch.dtype | None) -> list[Tensor]:
+        own = clone(args, floats)
+        return seen(entry.op, op(*own, **clone(given, floats)), own)
+
+    with reference(), watching(lambda entry: None):
+        exact, body = outcome(exact_dtype(args)), outcome(None)
+    result = kernel(*args, **kwargs)
+    found = seen(entry.op, result, args)
+    proof.note(entry.op, max((ratio(*three) for three in zip(found, body, exact, strict=True)), default=0.0), args)
+    return result
+
+
+def seen(op: str, result: Any, args: Any) -> list[Tensor]:
+    """What a call returns, then what it left in the argument it changes in place."""
+    return [*tensors(result), *tensors([args[CHANGED[op]]] if op in CHANGED else [])]
+
+
+def exact_dtype(args: Any) -> torch.dtype:
+    """Apple's GPUs have no float64."""
+    return torch.float32 if any(one.device.type == "mps" for one in tensors(args)) else torch.float64
