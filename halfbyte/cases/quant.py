@@ -58,6 +58,7 @@ def product(
     name: str,
     transpose: bool = True,
     strided: bool = False,
+    mean: float = 0.0,
     serving: bool = False,
     only: str | None = None,
 ) -> Case:
@@ -67,10 +68,11 @@ def product(
         w = weight(random, shape)
         make = random.strided if strided else random.normal
         x = make(*rows, *shape[:-2], shape[-1 if transpose else -2], dtype=dtype)
+        x = x + mean if mean else x
         return (x, w), ({} if transpose else {"transpose": False})
 
     said = "x".join(map(str, rows)) + "-of-" + "x".join(map(str, shape)) + f"-{name}"
-    said += ("" if transpose else "-rows") + ("-strided" if strided else "")
+    said += ("" if transpose else "-rows") + ("-strided" if strided else "") + (f"-mean{mean:g}" if mean else "")
     many = prod(rows) >= 64
     return Case(
         qmm, said, build, serving, flops=(lambda *_: 2.0 * prod(rows) * prod(shape)) if many else None, only=only
@@ -101,6 +103,14 @@ def every_width() -> list[Case]:
             weight = affine(bits, group, kind)
             cases.append(product(N, K, rows=rows, weight=weight, name=f"{bits}bit-g{group}"))
     return cases
+
+
+def around_a_mean() -> list[Case]:
+    """Activations of one sign: what codes add up to and what biases do are large then, and cancel."""
+    return [
+        product(97, 704, rows=(rows,), weight=affine(bits), name=f"{bits}bit", mean=4.0)
+        for bits, rows in ((2, 1), (3, 3), (4, 1), (4, 9), (5, 2), (6, 1), (8, 1))
+    ]
 
 
 def reading(*shape: int, weight: Weight, name: str, dtype: torch.dtype, serving: bool = False) -> Case:
@@ -136,6 +146,7 @@ def looking(
 
 CASES = [
     *every_width(),
+    *around_a_mean(),
     product(45, 640, rows=(3,), weight=affine(2, 64), name="2bit"),
     product(70, 320, rows=(2,), weight=affine(2, 32), name="2bit"),
     product(21, 2240, rows=(1,), weight=affine(4, 64), name="4bit"),

@@ -2,13 +2,15 @@
 
 Weights are never unpacked to memory. A block is what sixteen lanes hold of a row: lane l has V consecutive weights, so
 activations are prepared once, permuted to match: prepared[block, j, l] = x[block, l V + j]. Biases need only the sums
-of x over each group, which the rows share:
+of x over each group, which the rows share. Codes count from the middle c = 2^(bits - 1), for biases are about -c scale:
+from zero, both terms would be large and cancel, and what rounding took from them would stay.
 
-    sum w x = sum_g scale_g sum q x  +  sum_g bias_g sum x
+    sum w x = sum_g scale_g sum (q - c) x  +  sum_g (bias_g + c scale_g) sum x
 
 Where codes fill words (1, 2, 4, 8 bits), a mask leaves q 2^(b j) of the j-th weight of all lanes and a conversion makes
-it float; the power of two is taken from the prepared activations. That is three instructions for sixteen weights. Codes
-of 3, 5 and 6 bits are shifted under the exponent of 1.0, which is subtracted.
+it float; the power of two is taken from the prepared activations. That is three instructions for sixteen weights. A
+block's sums begin with its - c sum x, one more vector that is prepared. Codes of 3, 5 and 6 bits are shifted under the
+exponent of 1.0, and 1.5 is subtracted.
 
 `dot_exact` is the other way: every weight and every sum in float64, for matrices too small to be worth more.
 
@@ -57,6 +59,11 @@ def powers(form):
     return np.array([*(2.0 ** (middle - b * j) for j in range(V - 1)), 2.0**middle], np.float32)
 
 
+def begun(form):
+    """Whether a block's sums begin with what its activations times - c add up to: one more prepared vector."""
+    return in_words(form)
+
+
 class Layout:
     """What the codes of one format look like to the code generator."""
 
@@ -65,6 +72,8 @@ class Layout:
         self.group = GROUPS[grouping.ndim - 1]
         self.values = VALUES[self.name]
         self.block = WIDTH * self.values
+        self.begun = begun(self.name)
+        self.prepared_bytes = 4 * WIDTH * (self.values + self.begun)  # of a block's activations
         self.affine = self.name.startswith("affine")
         self.in_words = in_words(self.name)
         self.bits = {"fp4": 4, "fp8": 8}.get(self.name) or (int(self.name[6:]) if self.affine else 0)
@@ -112,7 +121,7 @@ class Layout:
                 code = builder.or_(code, shifted(builder, words[word + 1], 32 - start + 23 - b))
             code = builder.and_(code, constant(IVEC, ((1 << b) - 1) << (23 - b)))
             value = builder.bitcast(builder.or_(code, constant(IVEC, 0x3F800000)), FVEC)
-            values.append(builder.fsub(value, constant(FVEC, 1.0)))
+            values.append(builder.fsub(value, constant(FVEC, 1.5)))
         return values
 
     def _small_float(self, builder, codes, j):
@@ -135,7 +144,8 @@ class Layout:
         if self.in_words:
             downs = [2.0 ** -(self.bits * j) for j in range(self.values - 1)] + [1.0]
             return [builder.fmul(v, constant(FVEC, down)) for v, down in zip(values, downs, strict=True)]
-        return [builder.fmul(v, constant(FVEC, float(1 << self.bits))) for v in values]
+        up = constant(FVEC, float(1 << self.bits))
+        return [builder.fmul(builder.fadd(v, constant(FVEC, 0.5)), up) for v in values]
 
     def row_pointers(self, builder, K, words, scales, biases, row):
         """Where a row's words, scales and biases begin, from the addresses of its matrix."""
@@ -212,8 +222,12 @@ def _emit_block(builder, layout, rows, xs, block, n, sums):
             ahead = builder.gep(start, [I64(PREFETCH)])
             call(builder, "llvm.prefetch.p0", ir.VoidType(), ahead, I32(0), I32(3), I32(1))
     values = [layout.lane_values(builder, start, n) for start in starts]
+    offset = builder.mul(block, I64(layout.prepared_bytes))
     inner = [[None] * len(xs) for _ in rows]
-    offset = builder.mul(block, I64(4 * layout.block))
+    if layout.begun:
+        place = builder.add(offset, I64(4 * WIDTH * layout.values))
+        first = [read(builder, builder.gep(x, [place]), FVEC) for x in xs]
+        inner = [list(first) for _ in rows]
     for j in range(layout.values):
         place = builder.add(offset, I64(4 * WIDTH * j))
         activations = [read(builder, builder.gep(x, [place]), FVEC) for x in xs]
@@ -233,12 +247,14 @@ def _emit_block(builder, layout, rows, xs, block, n, sums):
 
 
 def _emit_biases(builder, layout, rows, group_sums, first, n, sums):
-    """Add sixteen groups' bias sum x to the running sums."""
+    """Add sixteen groups' (bias + c scale) sum x to the running sums."""
     kind = ir.VectorType(layout.stored, WIDTH)
     offset = builder.mul(first, I64(layout.stored_bytes))
     xsums = [read(builder, builder.gep(g, [builder.mul(first, I64(4))]), FVEC, n) for g in group_sums]
-    for r, (_, _, biases) in enumerate(rows):
-        bias = widened(builder, read(builder, builder.gep(biases, [offset]), kind, n))
+    middle = constant(FVEC, float(1 << (layout.bits - 1)))
+    for r, (_, scales, biases) in enumerate(rows):
+        scale, bias = (widened(builder, read(builder, builder.gep(one, [offset]), kind, n)) for one in (scales, biases))
+        bias = fused(builder, scale, middle, bias)
         for m, xsum in enumerate(xsums):
             builder.store(fused(builder, bias, xsum, builder.load(sums[r][m])), sums[r][m])
 
@@ -323,7 +339,7 @@ def dot_exact(typing, form, grouping, K, words, scales, biases, row, x, at):
         def add_block(block, n):
             weights = layout.exact_weights(builder, places, block, n, DVEC)
             for j, (weight, power) in enumerate(zip(weights, powers(layout.name), strict=True)):
-                offset = builder.add(builder.mul(block, I64(4 * layout.block)), I64(4 * WIDTH * j))
+                offset = builder.add(builder.mul(block, I64(layout.prepared_bytes)), I64(4 * WIDTH * j))
                 activation = read(builder, builder.gep(x, [offset]), FVEC)
                 plain = builder.fmul(activation, constant(FVEC, 1.0 / float(power)))
                 builder.store(fused(builder, weight, builder.fpext(plain, DVEC), builder.load(running)), running)
@@ -359,16 +375,17 @@ def row_values(typing, form, grouping, K, words, scales, biases, row, block, lan
 
 
 @intrinsic
-def permute_block(typing, lane_values, x, at, powers, prepared, to):
+def permute_block(typing, lane_values, x, at, powers, centre, prepared, to):
     """prepared[to + 16 j + l] = x[at + l V + j] powers[j] for a whole block; V = 2^(rank of lane_values - 1).
 
-    Even and odd elements are told apart log2 V times: the lowest bit of an element's place is the lowest bit of its j.
+    Where centre is not 0, one more vector follows: centre times the sums of x over j. Even and odd elements are told
+    apart log2 V times: the lowest bit of an element's place is the lowest bit of its j.
     """
     V = 1 << (lane_values.ndim - 1)
 
     def generate(context, builder, signature, args):
         source, factors, target = (
-            context.make_array(signature.args[i])(context, builder, args[i]).data for i in (1, 3, 4)
+            context.make_array(signature.args[i])(context, builder, args[i]).data for i in (1, 3, 5)
         )
         byte = I8.as_pointer()
         first = builder.bitcast(builder.gep(source, [args[2]]), byte)
@@ -382,11 +399,19 @@ def permute_block(typing, lane_values, x, at, powers, prepared, to):
                     pairs = zip(vectors[::2], vectors[1::2], strict=True)
                     split[j + odd * step] = [builder.shuffle_vector(a, b, picks) for a, b in pairs]
             groups, step = split, 2 * step
+
+        def store(j, v):
+            pointer = builder.gep(target, [builder.add(args[6], I64(WIDTH * j))])
+            builder.store(v, builder.bitcast(pointer, FVEC.as_pointer()), align=4)
+
         for j, (v,) in groups.items():
-            power = splatted(builder, FVEC, builder.load(builder.gep(factors, [I64(j)])))
-            pointer = builder.gep(target, [builder.add(args[5], I64(WIDTH * j))])
-            builder.store(builder.fmul(v, power), builder.bitcast(pointer, FVEC.as_pointer()), align=4)
+            store(j, builder.fmul(v, splatted(builder, FVEC, builder.load(builder.gep(factors, [I64(j)])))))
+        with builder.if_then(builder.fcmp_ordered("!=", args[4], F32(0.0))):
+            vectors = [v for (v,) in groups.values()]
+            while len(vectors) > 1:
+                vectors = [builder.fadd(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+            store(V, builder.fmul(vectors[0], splatted(builder, FVEC, args[4])))
         return context.get_dummy_value()
 
     intp = types.intp
-    return types.void(lane_values, x, intp, powers, prepared, intp), generate
+    return types.void(lane_values, x, intp, powers, types.float32, prepared, intp), generate

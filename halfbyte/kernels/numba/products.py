@@ -13,7 +13,7 @@ import torch
 from numba import prange
 
 from .compiled import inner, kernel
-from .dots import VALUES, dot4x1, dot4x4, dot_exact, permute_block, powers, token
+from .dots import VALUES, begun, dot4x1, dot4x4, dot_exact, permute_block, powers, token
 from .lanes import WIDTH, compiled_once, load, total
 from .views import NOTHING
 
@@ -31,11 +31,14 @@ class Format:
         self.form, self.grouping = token(form, kind, group)
         self.powers, self.values, self.group = powers(form), VALUES[form], group
         self.affine, self.dense = form.startswith("affine"), form == "dense"
+        self.begun = begun(form)
+        middle = 1 << (32 // self.values - 1)  # of codes that fill words
+        self.centre = np.float32(-middle * float(self.powers[-1]) if self.begun else 0)
         self.lane_values = np.empty((0,) * self.values.bit_length(), np.uint8)  # V as a type, for `permute_block`
 
     def row_stride(self, K):
         """Floats that one prepared row of activations takes."""
-        return -(-K // (WIDTH * self.values)) * WIDTH * self.values
+        return -(-K // (WIDTH * self.values)) * WIDTH * (self.values + self.begun)
 
 
 @lru_cache(maxsize=256)
@@ -55,21 +58,29 @@ def format_of(w):
 
 
 @inner
-def prepare_row(x, base, K, lane_values, powers, group, prepared, place, sums, sums_at):
+def prepare_row(x, base, K, lane_values, powers, centre, group, prepared, place, sums, sums_at):
     """One row, permuted to the lanes of its weights' blocks, zeros after the end; then its sums over groups.
+
+    Where centre is not 0, each block ends with its sums times that.
 
     Returns whether a sum is not finite.
     """
     compiled_once()
     values = powers.size
     wide = WIDTH * values
+    pitch = wide + WIDTH if centre != 0 else wide
     whole = K - K % wide
     for first in range(0, whole, wide):
-        permute_block(lane_values, x, base + first, powers, prepared, place + first)
+        permute_block(lane_values, x, base + first, powers, centre, prepared, place + first // wide * pitch)
     if whole < K:
+        place += whole // wide * pitch
+        if centre != 0:
+            prepared[place + wide : place + pitch] = 0
         for i in range(wide):
             v = x[base + whole + i] if whole + i < K else np.float32(0)
-            prepared[place + whole + i % values * WIDTH + i // values] = v * powers[i % values]
+            prepared[place + i % values * WIDTH + i // values] = v * powers[i % values]
+            if centre != 0:
+                prepared[place + wide + i // values] += v * centre
     check = np.float32(0)
     if sums.size:
         for g in range(K // group):
@@ -82,16 +93,16 @@ def prepare_row(x, base, K, lane_values, powers, group, prepared, place, sums, s
 
 
 @kernel
-def prepare_kernel(x, K, lane_values, powers, group, prepared, stride, sums):
+def prepare_kernel(x, K, lane_values, powers, centre, group, prepared, stride, sums):
     """Prepare every row; returns how many have sums that are not finite."""
     rows, G, odd = x.size // K, K // group, 0
     if x.size < SMALL:
         for row in range(rows):
-            odd += prepare_row(x, row * K, K, lane_values, powers, group, prepared, row * stride, sums, row * G)
+            odd += prepare_row(x, row * K, K, lane_values, powers, centre, group, prepared, row * stride, sums, row * G)
     else:
         for index in prange(rows):
             row = np.intp(index)
-            odd += prepare_row(x, row * K, K, lane_values, powers, group, prepared, row * stride, sums, row * G)
+            odd += prepare_row(x, row * K, K, lane_values, powers, centre, group, prepared, row * stride, sums, row * G)
     return odd
 
 
@@ -108,7 +119,7 @@ class Activations:
         if form.affine:
             self.sums = np.empty(rows * (K // form.group), np.float32)
         self.odd = prepare_kernel(
-            x, K, form.lane_values, form.powers, form.group, self.prepared, self.stride, self.sums
+            x, K, form.lane_values, form.powers, form.centre, form.group, self.prepared, self.stride, self.sums
         )
 
 
