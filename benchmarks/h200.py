@@ -20,6 +20,7 @@ import measurements
 import torch
 from random_models import build
 from side_by_side import side_by_side
+from starting import start as measure_start
 
 from halfbyte import cuda
 
@@ -28,7 +29,7 @@ NAMES = {
     "deepseek": "DeepSeek-V3", "qwen3.5-397b": "Qwen3.5-397B-A17B",
 }  # fmt: skip
 PARTLY = ("DeepSeek-V3", "Qwen3.5-397B-A17B")  # too large for one GPU: some of their layers, fewer measurements
-SECTIONS = ("check", "decode", "prefill", "profile", "variants")
+SECTIONS = ("start", "check", "decode", "prefill", "profile", "variants")
 STREAMS, CONTEXTS, PROMPTS = (1, 8, 32), (1024, 32768), (512, 2048, 16384)
 ROOM = 0.55  # of the GPU's memory that weights may take: caches need the rest
 
@@ -60,6 +61,8 @@ def sections_of(args, name):
     """What is to be measured of a model: (section, its arguments)."""
     first, few = name == NAMES["qwen3.5"], args.quick or name in PARTLY
     shapes = [(streams, context) for streams in STREAMS for context in CONTEXTS]
+    if first and not args.quick:
+        yield "start", ()
     if name not in PARTLY:
         yield "check", (("float32", "bfloat16") if first else ("bfloat16",),)
     yield from (("decode", shape) for shape in (shapes[:1] if args.quick else shapes[:3] if few else shapes))
@@ -69,19 +72,31 @@ def sections_of(args, name):
         yield "variants", (1, CONTEXTS[0])
 
 
+def said_memory(row):
+    beside = f"{row['beside_bytes'] / 1e9:.2f} GB beside weights and caches"
+    return f"peak {row['peak_bytes'] / 1e9:.1f} GB, {beside}{'' if row['finite'] else ', NOT FINITE'}"
+
+
 def line_of(section, row):
     if section == "decode":
         return (
-            f"{row['streams']:3} streams at {row['context']:5}: {row['tokens_per_second']:8.0f} tok/s, step "
-            f"{row['step_us']:7.0f} us (device {row['device_us']:.0f}, eager {row['eager_us']:.0f}, floor "
-            f"{row['floor_us']:.0f}), {row['of_floor']:4.0%} of floor, {row['calls']} calls, peak "
-            f"{row['peak_bytes'] / 1e9:.1f} GB{'' if row['finite'] else ', NOT FINITE'}"
+            f"{row['streams']:3} streams at {row['context']:5}: {row['tokens_per_second']:8.0f} tok/s (engine "
+            f"{row['engine_tokens_per_second']:.0f}), step {row['step_us']:7.0f} us (device {row['device_us']:.0f}, "
+            f"eager {row['eager_us']:.0f}, floor {row['floor_us']:.0f}), {row['of_floor']:4.0%} of floor, "
+            f"{row['launches']} launches, {said_memory(row)}"
         )
     if section == "prefill":
         return (
-            f"prompt of {row['tokens']:5}: {row['tokens_per_second']:8.0f} tok/s ({row['seconds'] * 1e3:.1f} ms; in a "
-            f"graph {row['graph_tokens_per_second']:.0f} tok/s), {row['of_matmul']:4.0%} of matmul, peak "
-            f"{row['peak_bytes'] / 1e9:.1f} GB{'' if row['finite'] else ', NOT FINITE'}"
+            f"prompt of {row['tokens']:5}: {row['tokens_per_second']:8.0f} tok/s ({row['seconds'] * 1e3:.1f} ms; "
+            f"without graphs {row['eager_tokens_per_second']:.0f} tok/s), {row['of_matmul']:4.0%} of matmul, "
+            f"{said_memory(row)}"
+        )
+    if section == "start":
+        return "\n".join(
+            f"    {label}: {one['first_token']:.1f} s from weights to the first token, {one['compiled']} kernels "
+            f"compiled in {one['compiling']:.1f} s; the next steps {one['steps_ms']} ms; CUDA {one['cuda']:.1f} s, "
+            f"weights {one['weights']:.1f} s before"
+            for label, one in row.items()
         )
     if section == "check":
         said = ", ".join(f"{r['layer']} {r['dtype']} {r['median']:.1e} (worst {r['worst']:.1e})" for r in row["layers"])
@@ -125,8 +140,8 @@ def measure(args, name, clock):
         torch.cuda.reset_peak_memory_stats()
         began = time.monotonic()
         try:
-            subject = (name,) if section == "check" else (model, given)
-            row = getattr(measurements, section)(*subject, *shape)
+            subject = (name,) if section in ("start", "check") else (model, given)
+            row = (measure_start if section == "start" else getattr(measurements, section))(*subject, *shape)
         except Exception as error:
             row = {"error": f"{type(error).__name__}: {error}"}
             say(f"{name} {section} {shape} FAILED: {row['error'][:500]}")
@@ -144,15 +159,18 @@ def summary(results):
     for one in results:
         rows = [row for row in one["sections"] if "error" not in row]
         decodes = [
-            f"{row['streams']}x{row['context']} {row['tokens_per_second']:.0f} ({row['of_floor']:.0%})"
+            f"{row['streams']}x{row['context']} {row['tokens_per_second']:.0f} (engine "
+            f"{row['engine_tokens_per_second']:.0f}, {row['of_floor']:.0%})"
             for row in rows
             if row["section"] == "decode"
         ]
         prompts = [f"{row['tokens']} {row['tokens_per_second']:.0f}" for row in rows if row["section"] == "prefill"]
+        beside = max((row["beside_bytes"] for row in rows if "beside_bytes" in row), default=0)
         checks = ["right" if row["right"] else "WRONG" for row in rows if row["section"] == "check"]
         failed = [f"{row['section']} FAILED" for row in one["sections"] if "error" in row]
         lines.append(f"{one['model']}, {one['layers']} layers: " + "; ".join([
-            *checks, "decode tok/s (of floor) " + ", ".join(decodes), "prefill tok/s " + ", ".join(prompts), *failed,
+            *checks, "decode tok/s (of floor) " + ", ".join(decodes), "prefill tok/s " + ", ".join(prompts),
+            f"at most {beside / 1e9:.2f} GB beside weights and caches", *failed,
         ]))  # fmt: skip
     return "\n".join(lines)
 
@@ -183,7 +201,7 @@ def main():
     parser.add_argument("--models", nargs="*", default=list(NAMES), choices=NAMES)
     parser.add_argument("--only", nargs="*", default=list(SECTIONS), choices=SECTIONS)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--limit", type=float, default=330)
+    parser.add_argument("--limit", type=float, default=440)
     parser.add_argument("--warm-limit", type=float, default=150)
     parser.add_argument("--processes", type=int, default=20)
     parser.add_argument("--json", default=os.path.join(os.environ["OUT"], "h200.json") if "OUT" in os.environ else "")

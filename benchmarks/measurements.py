@@ -9,8 +9,8 @@ from random_models import build, fill, prompt_flops, step_bytes
 
 from halfbyte import cuda, fusion
 from halfbyte.decoding import DecodeStep
+from halfbyte.engine import Engine, Request
 from halfbyte.ops.dispatch import reference
-from halfbyte.step import Run, Step
 
 CHUNK = 2048
 REPLAYS, SECONDS = 48, 1.0  # decode steps of a measurement: so many, or fewer where they would take longer
@@ -31,7 +31,7 @@ def prepared(model, streams, context):
 
 
 def decode(model, given, streams, context):
-    """Tokens a second: steps launched one ahead of what is read, and the device's own time for them."""
+    """Tokens a second: as an engine gives them, and of steps alone, launched one ahead of what is read."""
     step = prepared(model, streams, context)
     finite = bool(torch.isfinite(step.logits).all())
     start = time.perf_counter()
@@ -46,18 +46,46 @@ def decode(model, given, streams, context):
         pending = after
     pending.tolist()
     wall = (time.perf_counter() - wall) / replays
-    eager = eager_step(model, step.cache, pending.tolist())
+    launches = len(launched(step.launch))
     moved = step_bytes(model, given, streams, context)
     return {
         "streams": streams, "context": context, "tokens_per_second": streams / wall, "step_us": wall * 1e6,
-        "device_us": device * 1e6, "eager_us": eager * 1e6, "floor_us": moved / cuda.read_bandwidth() * 1e6,
-        "of_floor": moved / cuda.read_bandwidth() / wall, "calls": len(step.calls), "finite": finite,
-        "cache_bytes": step.cache.nbytes, "peak_bytes": torch.cuda.max_memory_allocated(),
+        "engine_tokens_per_second": streams / engine_step(model, step.cache, context, replays),
+        "device_us": device * 1e6, "eager_us": eager_step(model, step.cache, pending.tolist()) * 1e6,
+        "floor_us": moved / cuda.read_bandwidth() * 1e6, "of_floor": moved / cuda.read_bandwidth() / wall,
+        "launches": launches, "calls": len(step.calls), "finite": finite,
+        **memory(given, step.cache),
     }  # fmt: skip
 
 
+def memory(given, cache):
+    """Bytes: the most that was in use since the last reset, and how much of it are neither weights nor caches."""
+    peak = torch.cuda.max_memory_allocated()
+    return {
+        "cache_bytes": cache.nbytes,
+        "peak_bytes": peak,
+        "beside_bytes": peak - sum(given["bytes"].values()) - cache.nbytes,
+    }
+
+
+def engine_step(model, cache, context, steps):
+    """Seconds of a step of an engine whose requests are all being answered; one of them keeps its state."""
+    cache.lengths = [context] * cache.slots
+    engine = Engine(model, cache)
+    for slot in range(cache.slots):
+        keeps = cache.slots == 1
+        engine.running.append(Request([1], HEADROOM, slot=slot, computed=1, made=[17 + slot], keeps=keeps))
+    engine.free = []
+    for _ in range(2):
+        engine.step()
+    start = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    return (time.perf_counter() - start) / steps
+
+
 def eager_step(model, cache, ids):
-    """Seconds of a step without a graph, as the engine runs it today."""
+    """Seconds of a step without a graph: Python launches every kernel."""
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
@@ -68,45 +96,28 @@ def eager_step(model, cache, ids):
 
 
 def prefill(model, given, tokens):
-    """Tokens a second of one prompt, computed in chunks: as the engine does, and the launches alone, as a graph."""
+    """Tokens a second of one prompt, in chunks, through the engine to its first token; and without graphs."""
     cache = model.new_cache(1, tokens, chunk=CHUNK)
     ids = torch.randint(model.vocabulary, (tokens,)).tolist()
-    pieces = [ids[start : start + CHUNK] for start in range(0, tokens, CHUNK)]
 
-    def whole():
-        cache.reset(0)
-        for piece in pieces:
-            work = [(0, piece)]
-            logits = model(cache.plan(work, "last" if piece is pieces[-1] else "none"), cache)
-            cache.advance(work)
-        return logits
-
-    seconds = []
-    for _ in range(4):
+    def seconds(replays):
+        request, engine = Request(ids, 1), Engine(model, cache, replays=replays)
+        engine.submit(request)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        finite = bool(torch.isfinite(whole()).all())
-        seconds.append(time.perf_counter() - start)
-    wall, device = min(seconds[1:]), chunk_graph(model, cache, len(pieces[0])) * len(pieces)
-    flops = prompt_flops(model, given, tokens)
+        made = []
+        while engine.busy:
+            made = engine.step()
+        return time.perf_counter() - start, bool(torch.isfinite(made[0].logits).all())
+
+    turns = [seconds(True) for _ in range(2)]  # as written, so that kernels are compiled; captured
+    turns += [seconds(True) for _ in range(3)]
+    wall, eager, flops = min(turns[2:])[0], seconds(False)[0], prompt_flops(model, given, tokens)
     return {
-        "tokens": tokens, "tokens_per_second": tokens / wall, "seconds": wall, "first_seconds": seconds[0],
-        "graph_tokens_per_second": tokens / device, "of_matmul": flops / cuda.matmul_rate() / wall, "flops": flops,
-        "finite": finite, "cache_bytes": cache.nbytes, "peak_bytes": torch.cuda.max_memory_allocated(),
+        "tokens": tokens, "tokens_per_second": tokens / wall, "seconds": wall, "first_seconds": turns[0][0],
+        "eager_tokens_per_second": tokens / eager, "of_matmul": flops / cuda.matmul_rate() / wall, "flops": flops,
+        "finite": all(finite for _, finite in turns), **memory(given, cache),
     }  # fmt: skip
-
-
-def chunk_graph(model, cache, tokens):
-    """Seconds of the last chunk of the cache's room, as one captured graph: the GPU's time without the host's."""
-    end, device = cache.capacity, model.device
-
-    def int32(values):
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    run = Run(0, 1, tokens, int32([0]), int32([end]))
-    positions = torch.arange(end - tokens, end, dtype=torch.int32, device=device)
-    step = Step(positions, positions, (run,), cache.dtype, int32([tokens - 1]))
-    return cuda.graph_seconds([lambda: model(step, cache)], 4)
 
 
 def check(name, dtypes=("float32", "bfloat16"), limit=5e-2):
@@ -187,15 +198,9 @@ def variants(model, given, streams, context):
 def profile(model, given, streams, context, steps=4):
     """The kernels of a decode step by name: how many, how long. Overlapping launches count their wait as well."""
     step = prepared(model, streams, context)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        for _ in range(steps):
-            step.launch()
-        torch.cuda.synchronize()
     names = {}
-    for event in seen.profiler.kineto_results.events():
-        if "CUDA" in str(event.device_type()) and not event.name().startswith(("Memcpy", "Memset")):
-            names.setdefault(event.name(), []).append(event.duration_ns() / 1e3)
+    for name, took in launched(step.launch, steps):
+        names.setdefault(name, []).append(took)
     rows = [
         {"kernel": kernel, "count": len(each) / steps, "total_us": sum(each) / steps, "each_us": statistics.mean(each)}
         for kernel, each in names.items()
@@ -208,3 +213,17 @@ def profile(model, given, streams, context, steps=4):
         "streams": streams, "context": context, "launches": sum(row["count"] for row in rows),
         "summed_us": sum(row["total_us"] for row in rows), "kernels": rows, "calls": calls,
     }  # fmt: skip
+
+
+def launched(work, times=1):
+    """(kernel, microseconds) of everything that some calls launch."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(times):
+            work()
+        torch.cuda.synchronize()
+    return [
+        (event.name(), event.duration_ns() / 1e3)
+        for event in seen.profiler.kineto_results.events()
+        if "CUDA" in str(event.device_type()) and not event.name().startswith(("Memcpy", "Memset"))
+    ]

@@ -16,8 +16,8 @@ from .errors import HalfbyteError
 from .progress import passing
 
 COMMANDS = (
-    "chat", "generate", "pull", "list", "rm", "info", "plan", "convert", "perplexity", "verify", "doctor", "bench",
-    "bench ops", "bench load", "ops",
+    "chat", "generate", "serve", "pull", "list", "rm", "info", "plan", "convert", "perplexity", "verify", "doctor",
+    "bench", "bench ops", "bench load", "ops",
 )  # fmt: skip
 SHARED = ("device", "revision", "offline", "json")  # what a command takes that does not say otherwise
 
@@ -60,6 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with interrupts():
             args = parser().parse_args(joined(sys.argv[1:] if argv is None else argv))
+            if os.environ.get("HALFBYTE_WITHOUT"):
+                import_module(".fusion", __package__)  # refuses what it does not know, whatever the command
             status: int = args.run(args)
             sys.stdout.flush()
             return status

@@ -4,39 +4,59 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from .decoding import batch_sizes, rehearse
 from .models.decoder import Decoder
 from .ops.dispatch import LANGUAGE_OF, find
 from .ops.sampling import Sampling, sample
 
 log = logging.getLogger(__name__)
-PROMPT = [0, 0]  # several tokens, then one: all that a text is made of
+PROMPTS = {"cpu": (2,), "cuda": (2048, 512, 128)}  # tokens; on a GPU those of prefilling.py
+ROWS = 256  # of a cache: sizes that 16 divides are compiled for as such
 
 
-def compile_kernels(model: Decoder, progress: Callable[[int, int], None] | None = None) -> int:
+def compile_kernels(model: Decoder, progress: Callable[[int, int], None] | None = None, slots: int = 1) -> int:
     """Make sure that the kernels which this model needs are compiled; returns how many had to be.
 
+    On a GPU, steps of several requests take kernels of their own: `slots` is how many there may be at a time.
     They are kept in the user's cache folder, so that happens once. progress(done, total) counts them, from 0; where
     nothing is compiled it is not called. Without it, a line of the log says why the first answer takes long.
     """
-    prepare = find(LANGUAGE_OF.get(model.device.type, "torch"), "compiling", "prepare")
+    kind = model.device.type
+    prepare = find(LANGUAGE_OF.get(kind, "torch"), "compiling", "prepare")
     if model.compiled or prepare is None:
         return 0
-
-    def steps() -> None:
-        cache, row = model.new_cache(1, len(PROMPT) + 1), torch.zeros(1, dtype=torch.int64)
-        for ids in (PROMPT, PROMPT[:1]):
-            logits = model(cache.plan([(0, ids)]), cache)
-            cache.advance([(0, ids)])
-            sample(logits, Sampling(torch.ones(1)), row, row)
-
-    compiled: int = prepare(steps, progress or _announced)
+    if kind == "cuda":
+        prepare = partial(prepare, subject=_subject(model, slots))
+    compiled: int = prepare(partial(_steps, model, slots), progress or partial(_announced, kind))
     model.compiled = True
     return compiled
 
 
-def _announced(done: int, total: int) -> None:
+def _steps(model: Decoder, slots: int) -> None:
+    """All that a text is made of: several tokens, then one; and steps of several texts."""
+    lengths = PROMPTS[model.device.type]
+    cache = model.new_cache(1, max(lengths) + ROWS)
+    temperature, row = (torch.ones(1, device=model.device), torch.zeros(1, dtype=torch.int64, device=model.device))
+    for length in (*lengths, 1):
+        logits = model(cache.plan([(0, [0] * length)]), cache)
+        sample(logits, Sampling(temperature), row, row)
+    if model.device.type == "cuda":
+        for size in batch_sizes(slots, model.device):
+            rehearse(model, model.new_cache(size, ROWS), size)
+
+
+def _subject(model: Decoder, slots: int) -> str:
+    """What decides which kernels a model needs on this GPU; where it is wrong, some are compiled when they are used."""
+    sizes = model.vocabulary, model.norm.weight.shape[0], model.expert_count, model.experts_per_token, slots
+    gpu = torch.cuda.get_device_capability(model.device)
+    return f"{model.model_type} {model.fingerprint} {model.dtype} {sizes} {model.kept} {gpu}"
+
+
+def _announced(kind: str, done: int, total: int) -> None:
     if done == 0:
-        log.warning("compiling %d CPU kernels for this model, once: about a second each", total)
+        name, speed = ("CPU", "about a second each") if kind == "cpu" else ("GPU", "some seconds each, many at a time")
+        log.warning("compiling %d %s kernels for this model, once: %s", total, name, speed)

@@ -23,6 +23,7 @@ from .engine import Engine, Made, Request
 from .errors import HalfbyteError, NotEnoughMemory
 from .memory import peak, require
 from .models.decoder import Decoder
+from .prefixes import shared
 from .sampling import SamplingParams
 from .text.reply import Event
 
@@ -92,6 +93,7 @@ class Conversation:
         self._unsure = False  # an exception came out of a step: layers may hold different numbers of tokens
         self._mark: Snapshot | None = None  # of the beginning that the next prompt will share, whatever its template
         self._request: Request | None = None
+        self._engine: Engine | None = None  # that answers it
         self._stopping = False
 
     @property
@@ -120,11 +122,13 @@ class Conversation:
                 f"the conversation has {len(ids)} tokens with this message, and the model's context is "
                 f"{self.model.context}. Begin a new one (/clear), or say it in fewer words."
             )
+        if self._engine is not None and self._request is not None:  # a reply that was left in the middle
+            self._engine.cancel(self._request, "left")
         self._keep(ids)
         self._stopping = False
         request = self._request = Request(
             ids, min(room, self.max_tokens or room), self.params, self.tokenizer.eos_ids,
-            goes_on=True, pause=stable, computed=len(self._held),
+            goes_on=True, pause=stable, computed=len(self._held), wants_logits=False,
         )  # fmt: skip
         stats = Stats(len(ids), len(self._held))
         reply: Message = {"role": "assistant", "content": ""}
@@ -174,28 +178,32 @@ class Conversation:
     def _tokens(self, request: Request, stats: Stats, start: float, progress: Progress | None) -> Iterator[list[Event]]:
         """For each token of the reply, what it made sure of: often one event, sometimes none."""
         engine, decoder = Engine(self.model, self._cache), self.tokenizer.decoder(self.stops)
+        self._engine = engine
         reply = self.tokenizer.reply(request.prompt)
         engine.submit(request)
         new = len(request.prompt) - stats.reused
         told: Progress = progress if progress is not None and new >= LONG_PROMPT else lambda done, total: None
         told(0, new)
         begun, first = time.perf_counter(), 0.0
-        while engine.busy:
-            made = self._step(engine, request)
-            if not request.made[1:]:
-                told(request.computed - stats.reused, new)
-            for _, id, _ in made:
-                now = time.perf_counter()
-                if not first:
-                    first, stats.prompt_seconds, stats.ttft_s = now, now - begun, now - start
-                stats.generation_tokens, stats.generation_seconds = len(request.made), now - first
-                events = reply.push("" if id in self.tokenizer.eos_ids else decoder.push(id))
-                if decoder.stopped is not None or self._stopping:
-                    engine.cancel(request, "interrupted" if decoder.stopped is None else "stop")
-                if request.finish_reason is not None:
-                    stats.finish_reason = request.finish_reason
-                    events += [*reply.push(decoder.finish()), *reply.finish()]
-                yield events
+        try:
+            while engine.busy or request.finish_reason == "left":
+                made = self._step(engine, request)
+                if not request.made[1:]:
+                    told(request.computed - stats.reused, new)
+                for _, id, _ in made:
+                    now = time.perf_counter()
+                    if not first:
+                        first, stats.prompt_seconds, stats.ttft_s = now, now - begun, now - start
+                    stats.generation_tokens, stats.generation_seconds = len(request.made), now - first
+                    events = reply.push("" if id in self.tokenizer.eos_ids else decoder.push(id))
+                    if decoder.stopped is not None or self._stopping:
+                        engine.cancel(request, "interrupted" if decoder.stopped is None else "stop")
+                    if request.finish_reason is not None:
+                        stats.finish_reason = request.finish_reason
+                        events += [*reply.push(decoder.finish()), *reply.finish()]
+                    yield events
+        finally:
+            engine.cancel(request, "interrupted")  # so that the state is that of the tokens which were given
 
     def _step(self, engine: Engine, request: Request) -> list[Made]:
         """One step, after which `_held` is what the cache holds; or an exception, and the cache is `_unsure`."""
@@ -218,10 +226,3 @@ class Conversation:
         if end == request.pause:
             self._mark = cache.mark(0)
         return made
-
-
-def shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many ids two texts begin with in common."""
-    if a[: len(b)] == b[: len(a)]:  # the usual case, without a loop
-        return min(len(a), len(b))
-    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

@@ -6,17 +6,17 @@ be under way before the first of their tokens is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from .cache import Cache
-from .fusion import fuse
-from .graph import Call, bound, record, run_all
+from .graph import Call, record, run_all
 from .models.decoder import Decoder
 from .ops.sampling import Sampling, sample
+from .replaying import Replay, fused, shelf, upload
 from .sampling import Sampler
 from .step import Run, Step
 
@@ -40,72 +40,190 @@ class Drawn:
         return ids
 
 
-class DecodeStep:
-    """One token of B requests. The first launch runs the model and records it, the next ones replay that, fused.
+class Tape:
+    """A step of B requests as it was recorded, and the tensors that it reads: whose token, where, drawn how.
 
-    Tokens are drawn at a temperature each (0 is greedy) and, where `filtered`, by top-k, top-p and min-p. Fusing moves
-    weights, and a captured graph keeps their addresses: the steps of one model are all fused, or none is.
+    The first run computes the step as it is written and records it. The second runs it fused, so that what fusions
+    launch is compiled, and captures it. From then on it is replayed.
     """
 
-    def __init__(
-        self, model: Decoder, cache: Cache, B: int, *, filtered: bool = False, fused: bool | None = None,
-        pool: Any = None,
-    ) -> None:  # fmt: skip
-        self.model, self.cache, self.B, self.pool = model, cache, B, pool
-        self.fused = model.device.type == "cuda" if fused is None else fused
+    def __init__(self, device: torch.device, dtype: torch.dtype, B: int, filtered: bool, fuses: bool) -> None:
+        self.fuses = fuses
 
-        def numbers(*shape: int, dtype: torch.dtype = torch.int32, value: float = 0) -> Tensor:
-            return torch.full(shape, value, dtype=dtype, device=model.device)
+        def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
+        # Each in memory of its own: who reads what is told by that.
         self.ids, self.slots, self.seeds = numbers(B), numbers(B), numbers(B, dtype=torch.int64)
-        self.places = numbers(2, B)  # of the tokens that are computed, and the lengths they make
+        self.places, self.moves = (
+            numbers(2, B),
+            numbers(B),
+        )  # of the tokens that are computed, and the lengths they make
         self.settings, self.top_k = numbers(3, B, dtype=torch.float32), numbers(B)
         temperature, top_p, min_p = self.settings
         self.params = Sampling(temperature, self.top_k, top_p, min_p) if filtered else Sampling(temperature)
-        self.step = Step(self.ids, self.places[0], (Run(0, B, 1, self.slots, self.places[1]),), cache.dtype)
-        self.rows: list[int] = []
+        self.step = Step(self.ids, self.places[0], (Run(0, B, 1, self.slots, self.places[1]),), dtype)
         self.calls: list[Call] = []
-        self.logits: Tensor | None = None  # of the step that was launched last
-        self._replay: Callable[[], None] | None = None
-        self._layers: Any = None
-        self._ran = False
+        self.logits: Tensor | None = None
+        self.binding: object = None  # the newest; a DecodeStep knows its own
+        self._layers: object = None  # of the cache that it was recorded on
+        self._captured = False
+        self._replay = Replay()
 
-    def bind(self, slots: Sequence[int], ids: Sequence[int], sampler: Sampler | None = None) -> None:
-        """The requests to go on with: the slots they live in, and each one's newest token, which no step has taken."""
+    def run(self, model: Decoder, cache: Cache) -> None:
+        recorded, self._layers = self._layers is cache.layers, None  # so that after an exception all begins anew
+        if not recorded:  # the first run, or the cache has grown
+            self._captured = False
+            self._replay.forget()
+            self.logits, self.calls = record(lambda: self.compute(model, cache))
+        elif not self._captured:
+            self.calls = fused(self.calls, model, len(self.ids)) if self.fuses else self.calls
+            run_all(self.calls)
+            self._replay.prepare(self.calls, model, shelf(model, cache).pool)
+            self._captured = True
+        else:
+            self._replay.run(self.calls, model, shelf(model, cache).pool)
+        self._layers = cache.layers
+
+    def compute(self, model: Decoder, cache: Cache) -> Tensor:
+        logits = model(self.step, cache)
+        sample(logits, self.params, self.seeds, self.places[1], out=self.ids)
+        self.places += self.moves
+        return logits
+
+
+def batch_sizes(slots: int, device: torch.device) -> list[int]:
+    """How many answers a recorded step may have: any number, or on a GPU, where recording takes time, few numbers."""
+    return [size for size in range(1, slots + 1) if device.type != "cuda" or size & (size - 1) == 0 or size == slots]
+
+
+def rehearse(model: Decoder, cache: Cache, B: int) -> None:
+    """Launch all that a step of B requests launches, as it is written and fused."""
+    tape = Tape(model.device, cache.dtype, B, filtered=False, fuses=True)
+    _, calls = record(lambda: tape.compute(model, cache))
+    run_all(fused(calls, model, B))
+
+
+class DecodeStep:
+    """One token of up to B requests, by a tape that all who decode so many on this cache share.
+
+    Tokens are drawn at a temperature each (0 is greedy) and, where `filtered`, by top-k, top-p and min-p. Fusing moves
+    weights: the steps of one model are all fused, or none is.
+    """
+
+    def __init__(
+        self, model: Decoder, cache: Cache, B: int, *, filtered: bool = False, fused: bool | None = None
+    ) -> None:
+        self.model, self.cache, self.B = model, cache, B
+        fuses = model.device.type == "cuda" if fused is None else bool(fused)
+        self.tape = shelf(model, cache).get(
+            ("decode", B, filtered, fuses), lambda: Tape(model.device, cache.dtype, B, filtered, fuses)
+        )
+        self.rows: list[int] = []
+        self._binding: object = None
+        self._saved: Saved | None = None
+
+    @property
+    def ids(self) -> Tensor:
+        return self.tape.ids
+
+    @property
+    def places(self) -> Tensor:
+        return self.tape.places
+
+    @property
+    def calls(self) -> list[Call]:
+        return self.tape.calls
+
+    @property
+    def logits(self) -> Tensor | None:
+        """Of the step that was launched last, [B, V]; the next one writes over them."""
+        return self.tape.logits
+
+    @property
+    def bound(self) -> bool:
+        """Whether the tape goes on with what this step was bound to."""
+        return self._binding is not None and self.tape.binding is self._binding
+
+    def bind(
+        self, slots: Sequence[int], ids: Sequence[int], sampler: Sampler | None = None, spare: Sequence[int] = ()
+    ) -> None:
+        """The requests to go on with: the slots they live in, and each one's newest token, which no step has taken.
+
+        Where they are fewer than B, the rows that are left compute tokens of nobody's in the slots `spare`.
+        """
         self.rows = list(slots)
         held = [self.cache.lengths[slot] for slot in slots]
-        given = torch.tensor([list(ids), self.rows, held, [length + 1 for length in held]], dtype=torch.int32)
-        given = given.to(self.model.device)
-        self.ids.copy_(given[0])
-        self.slots.copy_(given[1])
-        self.places.copy_(given[2:])
+        used = [(id, slot, length, length + 1, 1) for id, slot, length in zip(ids, slots, held, strict=True)]
+        columns = [*used, *((0, slot, 0, 1, 0) for slot in spare)]
+        given = upload(list(zip(*columns, strict=True)), self.model.device)
+        tape = self.tape
+        tape.binding = self._binding = object()
+        tape.ids.copy_(given[0])
+        tape.slots.copy_(given[1])
+        tape.places.copy_(given[2:4])
+        tape.moves.copy_(given[4])
         if sampler is not None:
             rows = given[1].long()
-            self.settings.copy_(sampler.settings[:3, rows])
-            self.top_k.copy_(sampler.top_k[rows])
-            self.seeds.copy_(sampler.seeds[rows])
+            tape.settings.copy_(sampler.settings[:3, rows])
+            tape.top_k.copy_(sampler.top_k[rows])
+            tape.seeds.copy_(sampler.seeds[rows])
 
     def launch(self) -> Drawn:
         """Compute one step, or, on a GPU, have it under way."""
+        if not self.bound:
+            raise RuntimeError(
+                "another step was bound to the tape since, or none was: say again whose tokens come next"
+            )
         longest = max(self.cache.lengths[slot] for slot in self.rows)
         if longest >= self.cache.capacity:
             raise ValueError(f"a slot would hold {longest + 1} tokens: this cache has room for {self.cache.capacity}")
-        if self._layers is not self.cache.layers:  # the first launch, or the cache has grown
-            self._layers, self._replay, self._ran = self.cache.layers, None, False
-            self.logits, self.calls = record(self._compute)
-        elif not self._ran:  # so that what fusions launch is compiled before it is captured
-            self.calls = fuse(self.calls) if self.fused else self.calls
-            run_all(self.calls)
-            self._ran = True
-        else:
-            self._replay = self._replay or bound(self.calls, self.model.device, self.pool)
-            self._replay()
+        self.tape.run(self.model, self.cache)
         for slot in self.rows:
             self.cache.lengths[slot] += 1
-        return Drawn(self.ids)
+        return Drawn(self.tape.ids)
 
-    def _compute(self) -> Tensor:
-        logits = self.model(self.step, self.cache)
-        sample(logits, self.params, self.seeds, self.places[1], out=self.ids)
-        self.places += 1
-        return logits
+    def save(self) -> None:
+        """Keep what the next launch changes for good: recurrent states. Rows past a length are written over anyway."""
+        if (
+            self._saved is None
+            or self._saved.layers is not self.cache.layers
+            or self._saved.states.keys() != {*self.rows}
+        ):
+            self._saved = Saved(self.cache, self.rows)
+        self._saved.save()
+
+    def go_back(self, slot: int) -> None:
+        """Bring a slot to where it was when `save` was called."""
+        assert self._saved is not None
+        self._saved.restore(self.cache, slot)
+
+
+class Saved:
+    """Copies of the recurrent states of some slots, all made at once."""
+
+    def __init__(self, cache: Cache, slots: Sequence[int]) -> None:
+        self.layers = cache.layers
+        self.states = {slot: states(cache, slot) for slot in slots}
+        self.copies = {slot: [torch.empty_like(t) for t in kept] for slot, kept in self.states.items()}
+
+    def save(self) -> None:
+        copy(chain(*self.states.values()), chain(*self.copies.values()))
+
+    def restore(self, cache: Cache, slot: int) -> None:
+        copy(self.copies[slot], states(cache, slot))  # the cache may have grown since
+
+
+def states(cache: Cache, slot: int) -> list[Tensor]:
+    return [layer[name][slot] for one, layer in zip(cache.kept, cache.layers, strict=True) for name in one.fixed]
+
+
+def copy(given: Iterable[Tensor], into: Iterable[Tensor]) -> None:
+    """All of one dtype in one launch: mixed, torch would launch each alone."""
+    pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for source, target in zip(given, into, strict=True):
+        sources, targets = pairs.setdefault(source.dtype, ([], []))
+        sources.append(source)
+        targets.append(target)
+    for sources, targets in pairs.values():
+        torch._foreach_copy_(targets, sources, non_blocking=True)

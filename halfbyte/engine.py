@@ -7,62 +7,63 @@ answered, and a piece of one prompt: prompts do not hold up answers, and answers
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from operator import index
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .cache import Cache
-from .decoding import DecodeStep
+from .cache import Cache, bytes_of
+from .decoding import DecodeStep, Drawn, batch_sizes
 from .models.decoder import Decoder
-from .sampling import Sampler, SamplingParams
+from .prefilling import prefill
+from .request import Chooser as Chooser
+from .request import Made as Made
+from .request import Processor as Processor
+from .request import Request as Request
+from .request import replayable
+from .sampling import Sampler
 from .step import Wanted
 
-Processor = Callable[[Tensor, Tensor], Tensor]  # (the text's ids so far [T], logits [1, V]) -> logits [1, V]
-Chooser = Callable[[Tensor], Tensor]  # log-probabilities [1, V] -> an id [1]
+SAVED = 1 << 28  # bytes of recurrent states that are kept to go back to: beyond, no step is launched ahead
 
 
-@dataclass(eq=False)
-class Request:
-    """A text to go on with. A program may change the logits (`processors`) or choose by itself (`chooser`)."""
+class Flight(NamedTuple):
+    """A step of answers that was launched, and whose tokens are not read yet; `logits` are a copy, where wanted."""
 
-    prompt: list[int]
-    max_tokens: int
-    params: SamplingParams = field(default_factory=SamplingParams)
-    stop_ids: frozenset[int] = frozenset()
-    processors: Sequence[Processor] = ()
-    chooser: Chooser | None = None
-    goes_on: bool = False  # with the text that its slot holds already
-    pause: int = 0  # a step ends after so many tokens of the prompt: there the caller can mark the state
-    slot: int | None = None
-    computed: int = 0  # tokens of the prompt that are in the cache
-    made: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
+    requests: list[Request]
+    drawn: Drawn
+    logits: Tensor | None
+    ahead: bool  # launched before the tokens that it goes on from were read: it may be for nothing
 
 
-class Made(NamedTuple):
-    """A token that a step has made; `logits` are the row [V] that it was drawn from."""
+class Bound(NamedTuple):
+    """The requests that a recorded step goes on with, and the free slots that its other rows use."""
 
-    request: Request
-    id: int
-    logits: Tensor
+    step: DecodeStep
+    requests: list[Request]
+    spare: list[int]
+
+    def usable(self, free: Sequence[int]) -> bool:
+        return self.step.bound and all(slot in free for slot in self.spare)
 
 
 class Engine:
     """Runs requests on a model, up to as many at a time as the cache has slots; the others wait in order.
 
-    `replays`: steps of nothing but answers are recorded once for each number of them and replayed; None does so on a
-    CUDA device, where it takes Python out of the loop.
+    `replays`: what a step computes is recorded once and replayed; None does so on a CUDA device, where it takes Python
+    out of the loop. Then a step of answers is launched before the tokens of the one before are read. A request that
+    ends meanwhile has taken a token too many: that one is not counted, and the state goes back (see `Request.keeps`).
     """
 
     def __init__(self, model: Decoder, cache: Cache, *, replays: bool | None = None) -> None:
         self.model, self.cache = model, cache
         self.replays = model.device.type == "cuda" if replays is None else replays
-        self.recorded: dict[tuple[int, bool], DecodeStep] = {}  # by requests, and whether tokens are filtered
-        self.last: tuple[DecodeStep, list[Request]] | None = None  # what the next replay may go on from
+        self.sizes = batch_sizes(cache.slots, model.device)
+        self.state_bytes = bytes_of(cache.kept, 1, 0, 1, cache.dtype)  # recurrent, of a slot
+        self.flight: Flight | None = None
+        self.last: Bound | None = None  # what the next launch may go on from
         self.sampler = Sampler(cache.slots, model.vocabulary, model.device)
         self.free = list(range(cache.slots - 1, -1, -1))
         self.waiting: deque[Request] = deque()
@@ -86,28 +87,49 @@ class Engine:
         return bool(self.waiting or self.running)
 
     def step(self) -> list[Made]:
-        """Compute one step. A request that has ended leaves its slot; its state stays there until the slot is taken."""
+        """Compute one step. A request that has ended leaves its slot; its state stays there until the next step."""
         while self.waiting and self.free:
             self._start(self.waiting.popleft())
-        work, wanted, drawing = self._chosen()
-        if not work:
-            return []
-        if self.replays and len(drawing) == len(work) and all(map(replayable, drawing)):
-            logits, ids = self._replayed(drawing)
+        answering = [request for request in self.running if request.computed == len(request.prompt)]
+        if self.replays and all(map(replayable, answering)):
+            made = self._replayed(answering)
+        elif self.flight is not None:  # somebody has come who cannot be replayed
+            made = self._landed()
         else:
-            self.last = None
-            logits = self.model(self.cache.plan(work, wanted), self.cache)
-            self.cache.advance(work)
-            if not drawing:
-                return []
-            ids = self._drawn(logits, drawing)
-        made = [Made(request, id, row) for request, id, row in zip(drawing, ids, logits, strict=True)]
+            made = self._written()
         for request, id, _ in made:
             request.made.append(id)
             if id in request.stop_ids:
                 self._finish(request, "stop")
             elif len(request.made) == request.max_tokens:
                 self._finish(request, "length")
+        return made
+
+    def _written(self) -> list[Made]:
+        """All the work of a step at once, as the model is written."""
+        work, wanted, drawing = self._chosen()
+        if not work:
+            return []
+        self.last = None
+        logits = self.model(self.cache.plan(work, wanted), self.cache)
+        self.cache.advance(work)
+        if not drawing:
+            return []
+        return [Made(*one) for one in zip(drawing, self._drawn(logits, drawing), logits, strict=True)]
+
+    def _replayed(self, answering: list[Request]) -> list[Made]:
+        """Answers and a piece of a prompt, one after the other; or answers alone, and the step after them."""
+        if self.flight is None and answering:
+            self._launch(answering)
+        prompting = next((request for request in self.running if request.computed < len(request.prompt)), None)
+        if prompting is None:
+            return self._landed(answering) if self.flight is not None else []
+        assert prompting.slot is not None
+        logits = prefill(self.model, self.cache, prompting.slot, self._piece(prompting))
+        made = self._landed() if self.flight is not None else []
+        if prompting.computed == len(prompting.prompt):
+            (id,) = self._drawn(logits, [prompting])
+            made.append(Made(prompting, id, logits[0].clone()))
         return made
 
     def _start(self, request: Request) -> None:
@@ -122,6 +144,9 @@ class Engine:
         request.finish_reason = reason
         self.running.remove(request)
         self.free.append(request.slot)
+        if self.flight is not None and self.flight.ahead and request in self.flight.requests and request.keeps:
+            assert self.last is not None
+            self.last.step.go_back(request.slot)
 
     def _chosen(self) -> tuple[list[tuple[int, list[int]]], list[Wanted], list[Request]]:
         """The work of the next step, whose logits are wanted, and the requests that a token is drawn for."""
@@ -136,10 +161,7 @@ class Engine:
             assert request.slot is not None
             if left:
                 prompted = True
-                before_pause = request.computed < request.pause
-                limit = min(self.cache.chunk, request.pause - request.computed) if before_pause else self.cache.chunk
-                piece = request.prompt[request.computed : request.computed + limit]
-                request.computed += len(piece)
+                piece = self._piece(request)
                 work.append((request.slot, piece))
                 wanted.append("last" if len(piece) == left else "none")
             else:
@@ -149,20 +171,55 @@ class Engine:
                 drawing.append(request)
         return work, wanted, drawing
 
-    def _replayed(self, drawing: list[Request]) -> tuple[Tensor, list[int]]:
-        """One token of each request, and the logits it was drawn from: a copy, as the next replay writes over them."""
-        filtered = any(one.params.temperature > 0 and one.params.filtered for one in drawing)
-        key = (len(drawing), filtered)
-        if key not in self.recorded:
-            self.recorded[key] = DecodeStep(self.model, self.cache, len(drawing), filtered=filtered)
-        step = self.recorded[key]
-        if self.last is None or self.last[0] is not step or self.last[1] != drawing:
-            slots = [request.slot for request in drawing if request.slot is not None]
-            step.bind(slots, [request.made[-1] for request in drawing], self.sampler)
-        self.last = (step, list(drawing))
+    def _piece(self, request: Request) -> list[int]:
+        """The next tokens of a prompt, which count as computed."""
+        before_pause = request.computed < request.pause
+        limit = min(self.cache.chunk, request.pause - request.computed) if before_pause else self.cache.chunk
+        piece = request.prompt[request.computed : request.computed + limit]
+        request.computed += len(piece)
+        return piece
+
+    def _launch(self, requests: list[Request], ahead: bool = False) -> None:
+        """Have one token of each request under way."""
+        if self.last is None or self.last.requests != requests or not self.last.usable(self.free):
+            filtered = any(one.params.temperature > 0 and one.params.filtered for one in requests)
+            count, most = len(requests), len(requests) + len(self.free)
+            size = next((size for size in self.sizes if count <= size <= most), count)
+            step = DecodeStep(self.model, self.cache, size, filtered=filtered)
+            slots, spare = [request.slot for request in requests if request.slot is not None], self.free[: size - count]
+            step.bind(slots, [request.made[-1] for request in requests], self.sampler, spare)
+            self.last = Bound(step, list(requests), spare)
+        step = self.last.step
+        if ahead and any(request.keeps for request in requests):
+            step.save()
         drawn = step.launch()
         assert step.logits is not None
-        return step.logits.clone(), drawn.tolist()
+        wanted = any(request.wants_logits for request in requests)
+        self.flight = Flight(list(requests), drawn, step.logits[: len(requests)].clone() if wanted else None, ahead)
+        for slot in step.rows:
+            self.cache.lengths[slot] -= 1  # counted when the tokens are read
+
+    def _landed(self, answering: Sequence[Request] = ()) -> list[Made]:
+        """The tokens that are under way. Where these requests surely go on, their next step is launched first."""
+        flight, self.flight = self.flight, None
+        assert flight is not None
+        for request in flight.requests:
+            if request.finish_reason is None and request.slot is not None:
+                self.cache.lengths[request.slot] += 1
+        if list(answering) == flight.requests and self._goes_on(flight.requests):
+            self._launch(flight.requests, ahead=True)
+        rows: Any = flight.drawn.ids.new_empty(len(flight.requests), 0) if flight.logits is None else flight.logits
+        made = zip(flight.requests, flight.drawn.tolist(), rows, strict=False)  # ids may be followed by padding
+        return [Made(*one) for one in made if one[0].finish_reason is None]
+
+    def _goes_on(self, requests: list[Request]) -> bool:
+        """Whether another step is needed whatever tokens are under way, unless a request is ended by one of them."""
+        if self.last is None or not self.last.usable(self.free):
+            return False
+        longest = max(self.cache.lengths[slot] for slot in self.last.step.rows)
+        if longest >= self.cache.capacity or any(len(one.made) + 1 >= one.max_tokens for one in requests):
+            return False
+        return not any(one.keeps for one in requests) or self.state_bytes * len(requests) <= SAVED
 
     def _drawn(self, logits: Tensor, drawing: Sequence[Request]) -> list[int]:
         logits = self._processed(logits, drawing)
@@ -184,12 +241,6 @@ class Engine:
                 row = processor(ids, row)
             rows.append(row)
         return torch.cat(rows)
-
-
-def replayable(request: Request) -> bool:
-    """Whether a request goes on from one token by what its slot and its sampling parameters say alone."""
-    plain = not request.processors and request.chooser is None and not request.params.logit_bias
-    return plain and bool(request.made) and not request.params.penalised
 
 
 def logits(model: Decoder, ids: Sequence[int] | Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache]:

@@ -7,6 +7,12 @@ class HalfbyteError(Exception):
     exit_code = 1
 
 
+class UsageError(HalfbyteError, ValueError):
+    """A setting that means nothing, wherever it was made."""
+
+    exit_code = 2
+
+
 class CheckpointError(HalfbyteError, ValueError):
     """A file or a config that is damaged, or that needs what is not implemented."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from .memory import peak
 from .models.decoder import Decoder
 from .sampling import SamplingParams
 
+_left: WeakKeyDictionary[Decoder, Cache] = WeakKeyDictionary()  # by replies that are over
 Prompt = str | Sequence[int] | Tensor
 
 
@@ -107,15 +109,31 @@ def stream_generate(
     ids = _ids(tokenizer, prompt)
     held = 0 if prompt_cache is None else prompt_cache.lengths[0]
     room = _room(model, held + len(ids), max_tokens)
-    cache = model.new_cache(1, held + len(ids) + room, prefill_step_size) if prompt_cache is None else prompt_cache
-    cache.reserve(held + len(ids) + room)
     request = Request(
         ids, room, SamplingParams.of(tokenizer.generation_config, **sampling), tokenizer.eos_ids,
-        logits_processors or (), sampler, goes_on=prompt_cache is not None,
+        logits_processors or (), sampler, goes_on=prompt_cache is not None, keeps=prompt_cache is not None,
     )  # fmt: skip
     compile_kernels(model)
-    engine, decoder = Engine(model, cache), tokenizer.decoder(stop)
+    cache = _new_cache(model, prefill_step_size) if prompt_cache is None else prompt_cache
+    cache.reserve(held + len(ids) + room)
+    engine = Engine(model, cache)
     engine.submit(request)
+    try:
+        yield from _responses(engine, request, tokenizer.decoder(stop), tokenizer.eos_ids, prompt_progress_callback)
+    finally:  # a loop that is left leaves the state of the tokens that it was given
+        engine.cancel(request)
+        if prompt_cache is None and prefill_step_size is None and engine.replays:
+            _left[model] = cache
+
+
+def _responses(
+    engine: Engine,
+    request: Request,
+    decoder: Any,
+    eos_ids: frozenset[int],
+    prompt_progress_callback: Callable[[int, int], None] | None,
+) -> Iterator[GenerationResponse]:
+    ids, model = request.prompt, engine.model
     start, first, memory = time.perf_counter(), 0.0, 0.0
     while engine.busy:
         made = engine.step()
@@ -124,7 +142,7 @@ def stream_generate(
         for _, id, logits in made:
             now = time.perf_counter()
             first = first or now
-            text = "" if id in tokenizer.eos_ids else decoder.push(id)
+            text = "" if id in eos_ids else decoder.push(id)
             if decoder.stopped is not None:
                 engine.cancel(request, "stop")
             if request.finish_reason is not None:
@@ -157,7 +175,10 @@ def batch_generate(
     most = [max_tokens] * len(all_ids) if isinstance(max_tokens, int) else list(max_tokens)
     rooms = [_room(model, len(ids), limit) for ids, limit in zip(all_ids, most, strict=True)]
     params = SamplingParams.of(tokenizer.generation_config, **sampling)
-    requests = [Request(ids, room, params, tokenizer.eos_ids) for ids, room in zip(all_ids, rooms, strict=True)]
+    requests = [
+        Request(ids, room, params, tokenizer.eos_ids, keeps=False, wants_logits=False)
+        for ids, room in zip(all_ids, rooms, strict=True)
+    ]
     decoders = {id(request): tokenizer.decoder(stop) for request in requests}
     texts = {id(request): "" for request in requests}
     longest = max((len(ids) + room for ids, room in zip(all_ids, rooms, strict=True)), default=0)
@@ -186,6 +207,12 @@ def batch_generate(
         [request.made for request in requests],
         [request.finish_reason or "length" for request in requests],
     )
+
+
+def _new_cache(model: Decoder, chunk: int | None) -> Cache:
+    """An empty cache: that of the last reply where it was left, because steps are recorded on it."""
+    left = _left.pop(model, None) if chunk is None else None
+    return model.new_cache(1, 0, chunk) if left is None else left
 
 
 def _ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:

@@ -27,10 +27,18 @@ UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
 
 
 @dataclass(frozen=True, eq=False)
+class Part:
+    """A recorded call, as a fused one remembers it: no tensors stay alive for that."""
+
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
 class Call:
     """One thing that a step does: a kernel of ours, or an operation of torch's between kernels.
 
-    `run` does it again, into the same `result`. `reads` and `writes` are the addresses of the memory it touches.
+    `run` does it again, into the same `result`. `reads` and `writes` are the addresses of the memory it touches. A
+    call has one of `parts`, a fused one has those of all the calls whose work it does.
     """
 
     name: str
@@ -40,11 +48,17 @@ class Call:
     result: Any
     reads: frozenset[int]
     writes: frozenset[int]
+    parts: tuple[Part, ...]
 
 
-def call(name: str, run: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any, changed: Any = ()) -> Call:
+def call(
+    name: str, run: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any, changed: Any = (),
+    parts: Iterable[Call] = (),
+) -> Call:  # fmt: skip
+    """A call that does the work of `parts`; without any, one that is recorded now."""
     writes = addresses(result) | addresses(changed)
-    return Call(name, run, args, kwargs, result, addresses((args, kwargs)), writes)
+    made_of = tuple(part for one in parts for part in one.parts) or (Part(name),)
+    return Call(name, run, args, kwargs, result, addresses((args, kwargs)), writes, made_of)
 
 
 class Recorder(TorchDispatchMode):
@@ -145,8 +159,8 @@ class Book:
         self.place = {one: index for index, one in enumerate(calls)}
         self.makers = {address: one for one in calls for address in addresses(one.result)}
         self.readers: Counter[int] = Counter()
-        for one in calls:
-            self.readers.update(one.reads - one.writes)
+        for one in calls:  # as their tensors lie now: a fusion before may have moved results
+            self.readers.update(addresses((one.args, one.kwargs)) - addresses(one.result) - one.writes)
 
     def maker(self, value: Tensor | None, name: str) -> Call | None:
         """The call that made this tensor, if it is one of this name."""

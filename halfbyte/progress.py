@@ -38,9 +38,10 @@ def prompt_progress() -> Progress:
     return counter("reading the prompt", "tokens")
 
 
-def kernels() -> Progress:
+def kernels(device: str = "cpu") -> Progress:
     """The same of kernels that are compiled: few and slow, so they are counted one by one."""
-    return _progress(lambda done, total, seconds: f"compiling CPU kernels, once: {done}/{total}")
+    kind = "CPU" if device == "cpu" else "GPU"
+    return _progress(lambda done, total, seconds: f"compiling {kind} kernels, once: {done}/{total}")
 
 
 State = Callable[[int, int, float], str]  # (done, total, seconds) -> what a line says

@@ -38,6 +38,7 @@ class Step:
     """ids, positions [T]: every token of the step. wanted: the tokens whose logits are asked for, None for all.
 
     dtype is that of the activations that projections take and give; what is added up from layer to layer is float32.
+    A step of one run may be filled up behind its `count` tokens: no state may take in what stands there.
     """
 
     ids: Tensor
@@ -45,6 +46,7 @@ class Step:
     runs: tuple[Run, ...]
     dtype: torch.dtype
     wanted: Tensor | None = None
+    count: Tensor | None = None  # int32 [1]
 
     def each_run(self, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """work(run, *inputs as [B, L, ...]) -> [B, L, ...] for every run, joined to [T, ...] again."""

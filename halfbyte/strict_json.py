@@ -12,22 +12,25 @@ from .errors import CheckpointError, shown
 FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
 
 
-def parse(data: bytes, where: str) -> Any:
+REMEDY = " Download the file again."
+
+
+def parse(data: bytes, where: str, *, depth: int = limits.JSON_DEPTH, remedy: str = REMEDY) -> Any:
     """The value in `data`. Numbers may be non-finite: bare, as Python writes them, or {"__float__": "NaN"} (mlx)."""
     try:
         value = json.loads(
             data.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer, parse_constant=FLOATS.__getitem__
         )
+        _bound_depth(value, depth)
+        return value
     except UnicodeDecodeError as error:
-        _refuse(where, f"it is not UTF-8 at byte {error.start}")
+        _refuse(where, f"it is not UTF-8 at byte {error.start}", remedy)
     except RecursionError:
-        _refuse(where, f"it nests deeper than {limits.JSON_DEPTH}")
+        _refuse(where, f"it nests deeper than {depth}", remedy)
     except json.JSONDecodeError as error:
-        _refuse(where, f"it is not JSON: {error.msg} at line {error.lineno}, column {error.colno}")
+        _refuse(where, f"it is not JSON: {error.msg} at line {error.lineno}, column {error.colno}", remedy)
     except _Rejected as error:
-        _refuse(where, str(error))
-    _bound_depth(value, where)
-    return value
+        _refuse(where, str(error), remedy)
 
 
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
@@ -59,7 +62,7 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _bound_depth(value: Any, where: str) -> None:
+def _bound_depth(value: Any, most: int) -> None:
     level, depth = [value], 0
     while level:
         level = [
@@ -70,8 +73,8 @@ def _bound_depth(value: Any, where: str) -> None:
             if isinstance(inner, dict | list)
         ]
         depth += 1
-        if depth > limits.JSON_DEPTH:
-            _refuse(where, f"it nests deeper than {limits.JSON_DEPTH}")
+        if depth > most:
+            raise _Rejected(f"it nests deeper than {most}")
 
 
 def _kind(value: Any) -> str:
@@ -79,5 +82,5 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _refuse(where: str, why: str) -> NoReturn:
-    raise CheckpointError(f"{where}: {why}. Download the file again.")
+def _refuse(where: str, why: str, remedy: str = REMEDY) -> NoReturn:
+    raise CheckpointError(f"{where}: {why}.{remedy}")

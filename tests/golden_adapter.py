@@ -72,10 +72,10 @@ def run(
 
 
 def device_of(language: str) -> str:
-    """Where a language runs; Triton's interpreter runs on a CPU."""
+    """Where a language runs; without its GPU, on a CPU: Triton's interpreter, Metal's executor (tests/metal)."""
     if language == "triton" and torch.cuda.is_available():
         return "cuda"
-    return "mps" if language == "metal" else "cpu"
+    return "mps" if language == "metal" and torch.backends.mps.is_available() else "cpu"
 
 
 def tensor(array: np.ndarray) -> Tensor:

@@ -161,7 +161,7 @@ def test_an_engine_gives_the_same_tokens_by_replay():
             made += engine.step()
         texts.append([request.made for request in requests])
         rows.append(torch.stack([one.logits for one in made]))  # read after the last step
-        assert bool(engine.recorded) == replays
+        assert (engine.last is not None) == replays
     assert texts[0] == texts[1]
     assert torch.equal(*rows)
 
@@ -302,7 +302,7 @@ def test_weights_with_a_scale_of_their_own_stay_apart(scaled):
 
 
 def test_a_fusion_to_leave_out_must_exist():
-    with pytest.raises(ValueError, match="no fusion is called 'side_by_sde'; there are shared_expert, side_by_side"):
+    with pytest.raises(ValueError, match="no fusion is called 'side_by_sde'; there are shared_expert, "):
         fuse([], without=["side_by_sde"])
 
 

@@ -45,8 +45,16 @@ def add(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     parser.add_argument("--prefill-step-size", type=whole, metavar="N", help="tokens of a prompt computed at a time")
     parser.add_argument("--load", choices=["read", "map"], default="read", help="map: weights stay in the files (CPU)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
+    add_deterministic(parser)
     parser.add_argument("-t", "--threads", type=whole, metavar="N", help="CPU threads (default: one a core)")
     _add_sampling(parser.add_argument_group("sampling", "what is not given comes from the model"))
+
+
+def add_deterministic(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--deterministic", action="store_true",
+        help="a reply's bits do not depend on what else is computed beside it; slower on a GPU",
+    )  # fmt: skip
 
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
@@ -101,9 +109,12 @@ def loaded(name: str, args: argparse.Namespace, load: Load = "read") -> tuple[De
     """A model that a command was given, and its tokenizer: fetched, loaded and compiled, as far as that is needed."""
     from .. import loading
     from ..compilation import compile_kernels
+    from ..ops.dispatch import make_deterministic
 
     require_device(args)
+    if getattr(args, "deterministic", False):
+        make_deterministic()
     folder = located(name, args)
     model, tokenizer = loading.load(folder, args.device, args.dtype, load=load, progress=bar(f"loading {name}"))
-    compile_kernels(model, kernels())
+    compile_kernels(model, kernels(model.device.type))
     return model, tokenizer

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
-import json
 import subprocess
 import sys
 import time
@@ -17,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from ..errors import size
 from ..progress import bar, counter, kernels, passing, say
 from .arguments import DEFAULT_MODEL, require_device
+from .explaining import new_table, show_steps
 from .numbers import at_least_one, counts, pair, seconds, whole
 from .pull import located
+from .table import FORMS, Table
 
 if TYPE_CHECKING:
     from ..bench_model import Result, Trial
@@ -53,9 +52,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("-r", "--repetitions", type=whole, default=5, help="turns of each test (default: 5)")
     add("-t", "--threads", type=at_least_one, action="extend", help="CPU threads (default: one a core)")
     add("--delay", type=seconds, default=0.0, metavar="S", help="seconds between two tests (default: 0)")
+    parser.add_argument(
+        "--explain", action="store_true",
+        help="instead of tests: the calls of one decode step (-d, -b), what each is fused from, moves, computes, takes",
+    )  # fmt: skip
+    parser.add_argument("-v", "--verbose", action="store_true", help="with --explain: a line for every call")
     parser.add_argument("--no-warmup", action="store_true", help="let the first turn count, too")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
-    parser.add_argument("-o", "--output", choices=["md", "csv", "json", "jsonl"], default="md", help="(default: md)")
+    parser.add_argument("-o", "--output", choices=FORMS, default="md", help="(default: md)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
     checkpoint, _, account = skeleton(folder)
     trials = chosen(args, account.context)
     model = load_model(folder, args.device, args.dtype, progress=bar(f"loading {args.model}"))
-    compile_kernels(model, kernels())
-    table = Table("json" if args.json else args.output)
+    compile_kernels(model, kernels(model.device.type))
+    form = "json" if args.json else args.output
+    table = new_table(form) if args.explain else Table(form, COLUMNS, WORDS, shown)
     for threads in args.threads or [None]:
         if threads is not None:
             use_threads(threads)
@@ -92,15 +97,18 @@ def run(args: argparse.Namespace) -> int:
         proof = prove(model, [trial.streams for trial in trials])
         passing("")
         if proof.wrong:
-            table.end()
+            finish(table)
             say(f"{args.model}  WRONG: {proof.wrong}; not timed")
             return 1
         facts = model_facts(args.model, folder, model, checkpoint.quantisation.general, account, proof)
+        if args.explain:
+            show_steps(model, trials, facts, table, args.verbose)
+            continue
         for number, trial in enumerate(trials):
             time.sleep(args.delay if number else 0)
             progress = counter(trial.name, "tokens")
             table.add(row(facts, measure(model, account, trial, args.repetitions, not args.no_warmup, progress)))
-    table.end()
+    finish(table)
     return 0
 
 
@@ -114,6 +122,10 @@ def chosen(args: argparse.Namespace, context: int) -> list[Trial]:
     from ..bench_model import Trial
 
     prompts, replies = (args.n_prompt or [512], args.n_gen or [128])
+    if args.explain:
+        from ..explain import ROOM
+
+        prompts, replies, args.pg = [], [ROOM], []
     kinds = [(p, 0) for p in prompts if p] + [(0, n) for n in replies if n] + (args.pg or [])
     trials = [Trial(p, n, d, b) for d, b in product(args.n_depth or [0], args.n_batch or [1]) for p, n in kinds]
     if not trials:
@@ -177,48 +189,10 @@ def row(facts: dict[str, Any], result: Result) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Table:
-    """Rows as they come, in one of four forms; JSON comes at the end, as one array."""
-
-    def __init__(self, form: str) -> None:
-        self.form, self.rows = form, list[dict[str, Any]]()
-
-    def add(self, row: dict[str, Any]) -> None:
-        first = not self.rows
-        self.rows.append(row)
-        if self.form == "jsonl":
-            print(json.dumps(row), flush=True)
-        elif self.form == "csv":
-            print(*([comma_line(row)] if first else []), comma_line(row.values()), sep="\n", flush=True)
-        elif self.form == "md":
-            cells = shown(row)
-            if first:
-                self.widths = [max(width, len(cells[name])) for name, width in COLUMNS.items()]
-                print(self.line({name: name for name in COLUMNS}), self.line(dict.fromkeys(COLUMNS, "-")), sep="\n")
-            print(self.line(cells), flush=True)
-
-    def line(self, cells: dict[str, str]) -> str:
-        padded = []
-        for width, (name, cell) in zip(self.widths, cells.items(), strict=True):
-            padded.append("-" * width if cell == "-" else f"{cell:{'<' if name in WORDS else '>'}{width}}")
-        return f"| {' | '.join(padded)} |"
-
-    def end(self) -> None:
-        if self.form == "json":
-            print(json.dumps(self.rows, indent=1), flush=True)
-        if disturbed := sum(row["busy"] for row in self.rows):
-            say(
-                f"busy: other processes took CPU time from {disturbed} of {len(self.rows)} tests; alone they are faster"
-            )
-
-
-def comma_line(values: Any) -> str:
-    """One line of CSV; what is no number or text stands there as JSON."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="").writerow(
-        json.dumps(value) if isinstance(value, list | dict) else "" if value is None else value for value in values
-    )
-    return text.getvalue()
+def finish(table: Table) -> None:
+    table.end()
+    if disturbed := sum(row.get("busy", False) for row in table.rows):
+        say(f"busy: other processes took CPU time from {disturbed} of {len(table.rows)} tests; alone they are faster")
 
 
 def shown(row: dict[str, Any]) -> dict[str, str]:

@@ -22,6 +22,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from .. import __version__, machine, memory
+    from ..fusion import FUSIONS, WITHOUT
     from ..listing import ops
     from ..loading import pick_device
     from ..ops.dispatch import LANGUAGE_OF, find
@@ -44,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
         "memory_available": {str(one): memory.available(one) for one in {chosen, torch.device("cpu")}},
         "vectors": machine.vector_features(),
         "threads": torch.get_num_threads(),
+        "fusions": list(FUSIONS),
+        "fusions_left_out": sorted(WITHOUT),
     }
     rows = [
         ("halfbyte", f"{__version__}, Python {values['python']}, {values['system']}"),
@@ -51,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         *((name, said) for name, said in devices.items()),
         ("memory", ", ".join(f"{size(free)} free on {name}" for name, free in values["memory_available"].items())),
         ("kernels", kernel_cache(**values["kernel_cache"])),
+        ("fusions", fusions(values["fusions"], values["fusions_left_out"])),
         ("used", f"{chosen}, with {language} kernels for {written[language]} of {len(ops())} ops"),
     ]
     show(values, rows, args.json)
@@ -63,6 +67,12 @@ def kernel_cache(folder: str, lasts: bool, kernels: int, bytes: int) -> str:
             f"{folder} cannot be used, so CPU kernels are compiled at every start; XDG_CACHE_HOME names another place"
         )
     return f"{kernels} compiled for this CPU, {size(bytes)} in {folder}"
+
+
+def fusions(names: list[str], left_out: list[str]) -> str:
+    """What is done to a decode step on a GPU before it is replayed."""
+    done = ", ".join(name for name in names if name not in left_out) or "none"
+    return f"{done}; HALFBYTE_WITHOUT leaves out {', '.join(left_out)}" if left_out else done
 
 
 def version(name: str) -> str | None:

@@ -38,9 +38,11 @@ def recurrent_step(calls: list[Call]) -> list[Call]:
         (x, weight, conv_state), (_, _, v, _, _, state), slots = conv.args, delta.args, delta.kwargs["slots"]
         q, k, scales = norm_q.result, norm_k.result, (norm_q.kwargs["scale"], norm_k.kwargs["scale"])
         args = (x, weight, conv_state, slots, q, k, norm_q.args[2], *scales)
-        replaced[conv] = call("convolve_and_norm", first, args, {"out": conv.result}, conv.result, (q, k, conv_state))
+        out, parts = conv.result, (conv, norm_q, norm_k)
+        replaced[conv] = call("convolve_and_norm", first, args, {"out": out}, out, (q, k, conv_state), parts)
         args = (q, k, v.flatten(0, 1), *gates.args, state, slots, end.kwargs["gate"], *end.args[1:3])
-        replaced[end] = call("delta_and_norm", second, args, {"out": end.result}, end.result, state)
+        out, parts = end.result, (gates, delta, end)
+        replaced[end] = call("delta_and_norm", second, args, {"out": out}, out, state, parts)
         dropped |= {norm_q, norm_k, gates, delta}
     return [replaced.get(one, one) for one in calls if one not in dropped]
 

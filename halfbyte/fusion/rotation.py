@@ -47,8 +47,9 @@ def rotate_and_append(calls: list[Call]) -> list[Call]:
         }  # fmt: skip
         args = (q, k, v, q_weight, k_weight, eps, positions, inv_freq, *end.args[1:3])
         last = max((chain.put_k, chain.put_v, chain.turn_q), key=book.place.__getitem__)
-        replaced[last] = call("rotate_and_append", kernel, args, kwargs, out, end.args[1:3])
-        dropped |= {one for one in chain if one is not None and one is not last}
+        parts = [one for one in chain if one is not None]
+        replaced[last] = call("rotate_and_append", kernel, args, kwargs, out, end.args[1:3], parts)
+        dropped |= set(parts) - {last}
     return [replaced.get(one, one) for one in calls if one not in dropped]
 
 
@@ -70,3 +71,52 @@ def find_rotations(end: Call, book: Book, appends: dict[int, Call]) -> Rotations
     plain = all(not options(one) and one.args[0].ndim == 3 and one.args[2] == norm_q.args[2] for one in norms)
     found = Rotations(norm_q, turn_q, norm_k, turn_k, put_k, put_v, norm_v)
     return found if plain and book.read_once(turn_q, turn_k, *norms) else None
+
+
+class LatentRotations(NamedTuple):
+    """What stands before a latent attention of one token each."""
+
+    norm: Call
+    turn_q: Call
+    turn_k: Call
+    put_latent: Call
+    put_k: Call
+
+
+def rotate_and_append_latent(calls: list[Call]) -> list[Call]:
+    """rope(q); append(rope(k)); append(rms_norm(latent)): one launch for five."""
+    book = Book(calls)
+    appends = {one.args[0].untyped_storage().data_ptr(): one for one in calls if one.name == "append"}
+    dropped: set[Call] = set()
+    replaced: dict[Call, Call] = {}
+    for end in calls:
+        chain = find_latent_rotations(end, book, appends) if end.name == "latent_attention" else None
+        kernel = None if chain is None else find(language(end), "fused_latent", "rotate_and_append_latent")
+        if chain is None or kernel is None:
+            continue
+        (latent, weight, eps), (q, positions, inv_freq), k = chain.norm.args, chain.turn_q.args, chain.turn_k.args[0]
+        caches, put, out = end.args[2:4], chain.put_k.kwargs, chain.turn_q.result
+        kwargs = {"slots": put["slots"], "lengths": put["lengths"], "scale": chain.turn_q.kwargs["scale"], "out": out}
+        args = (q, k[:, 0], latent, weight, eps, positions, inv_freq, *caches)
+        last = max(chain, key=book.place.__getitem__)
+        replaced[last] = call("rotate_and_append_latent", kernel, args, kwargs, out, caches, chain)
+        dropped |= set(chain) - {last}
+    return [replaced.get(one, one) for one in calls if one not in dropped]
+
+
+def find_latent_rotations(end: Call, book: Book, appends: dict[int, Call]) -> LatentRotations | None:
+    put_latent, put_k = (appends.get(cache.untyped_storage().data_ptr()) for cache in end.args[2:4])
+    if end.args[0].shape[1] != 1 or put_latent is None or put_k is None or put_k.kwargs["slots"] is None:
+        return None
+    turn_q, turn_k = book.maker(end.args[1], "rope"), book.maker(put_k.args[1], "rope")
+    norm = book.maker(put_latent.args[1], "rms_norm")
+    if turn_q is None or turn_k is None or norm is None or put_latent is put_k or put_k.kwargs["ring"]:
+        return None
+    if not alike(turn_q, turn_k, given=1) or not alike(put_latent, put_k, given=2) or not turn_q.kwargs["interleaved"]:
+        return None
+    q, latent = turn_q.args[0], norm.args[0]
+    plain = turn_q.kwargs["rotary"] in (None, q.shape[-1]) and not options(norm) and norm.args[1] is not None
+    plain = plain and q.ndim == 3 and turn_k.args[0].shape[1] == 1 and latent.ndim == 2
+    plain = plain and all(t.stride(-1) == 1 for t in (q, turn_k.args[0], latent, turn_q.result, *end.args[2:4]))
+    found = LatentRotations(norm, turn_q, turn_k, put_latent, put_k)
+    return found if plain and book.read_once(norm, turn_q, turn_k) else None

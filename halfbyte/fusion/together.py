@@ -33,14 +33,14 @@ def point(calls: Sequence[Call], moves: Iterable[tuple[Tensor, Tensor]]) -> bool
     Sources and targets are [B, ...] with the same rows; rows of a source follow each other, those of a target need not.
     """
     changes: list[tuple[Tensor, Tensor]] = []
-    for source, target in moves:
-        memory = source.untyped_storage().data_ptr()
-        seen: dict[int, Tensor] = {}
-        for one in calls:
-            for tensor in tensors((one.args, one.kwargs, one.result)):
-                if tensor.untyped_storage().data_ptr() == memory:
-                    seen[id(tensor)] = tensor
-        for view in seen.values():
+    moving = [(source.untyped_storage().data_ptr(), source, target) for source, target in moves]
+    seen: dict[int, dict[int, Tensor]] = {memory: {} for memory, _, _ in moving}
+    for one in calls:  # once for all moves: there are thousands of tensors
+        for tensor in tensors((one.args, one.kwargs, one.result)):
+            if (shows := seen.get(tensor.untyped_storage().data_ptr())) is not None:
+                shows[id(tensor)] = tensor
+    for memory, source, target in moving:
+        for view in seen[memory].values():
             part = shown(view, source, target)
             if part is None:
                 return False

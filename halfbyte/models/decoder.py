@@ -78,6 +78,8 @@ class Decoder:
     def new_cache(self, slots: int = 1, capacity: int = 0, chunk: int | None = None) -> Cache:
         """Room for requests of this model. `chunk` is how many tokens a request may bring in one step."""
         chunk = chunk or (512 if self.device.type == "cpu" else 2048)
+        if self.device.type != "cpu":  # GPU kernels are compiled anew for a size that 16 does not divide
+            capacity = -(-capacity // 16) * 16
         return Cache(self.kept, slots, capacity, chunk=chunk, device=self.device, dtype=self.dtype)
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:

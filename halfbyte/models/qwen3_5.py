@@ -95,7 +95,14 @@ class GatedDeltaNet:
 
     def __call__(self, x: Tensor, step: Step, kept: dict[str, Tensor]) -> Tensor:
         def convolve(run: Run, x: Tensor) -> Tensor:
-            return causal_conv(x, self.conv, kept["conv"], slots=run.slots)
+            if step.count is None:
+                return causal_conv(x, self.conv, kept["conv"], slots=run.slots)
+            slot = run.slots.long()
+            past = torch.cat([kept["conv"][slot], x], 1)
+            y = causal_conv(x, self.conv, kept["conv"], slots=run.slots)
+            tail = step.count + torch.arange(self.width - 1, device=x.device)
+            kept["conv"].index_copy_(0, slot, past[:, tail])
+            return y
 
         mixed = step.each_run(convolve, qmm(x, self.qkv))
         keys, T = self.Hk * self.Dk, len(x)
@@ -105,6 +112,9 @@ class GatedDeltaNet:
             for part, scale in ((q, 1 / self.Dk), (k, self.Dk**-0.5))
         )
         g, beta = delta_gates(qmm(x, self.a), qmm(x, self.b), self.a_log, self.dt_bias)
+        if step.count is not None:  # behind it the state stays as it is
+            real = torch.arange(T, device=x.device)[:, None] < step.count
+            g, beta = torch.where(real, g, 1.0), torch.where(real, beta, 0.0)
 
         def recur(run: Run, *inputs: Tensor) -> Tensor:
             o: Tensor = gated_delta(*inputs, kept["state"], slots=run.slots)  # type: ignore[misc]

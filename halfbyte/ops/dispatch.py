@@ -23,6 +23,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 _forced: ContextVar[str | None] = ContextVar("forced language", default=None)
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+_deterministic = False
 
 
 class Entry(NamedTuple):
@@ -74,6 +75,22 @@ def using(language: str) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
+
+
+def make_deterministic(on: bool = True) -> None:
+    """From now on a row's bits depend on nothing that is beside it in a batch, for all of the process.
+
+    Kernels for a CPU are always so. On a GPU a batch of up to 64 rows is computed as single rows would be, which costs
+    speed (docs/performance.md); more rows are a prompt's, which must then be alone in its step.
+    """
+    global _deterministic
+    _deterministic = on
+    if find_spec("halfbyte.kernels.triton") is not None:
+        import_module("halfbyte.kernels.triton.device").make_deterministic(on)
+
+
+def is_deterministic() -> bool:
+    return _deterministic
 
 
 def reference() -> Any:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import facts, overlap
+from .device import facts, overlap, steady
 from .flash import attend_rows_kernel, attend_splits_kernel, merge_splits
 from .latent import latent_attention as latent_attention
 
@@ -77,6 +77,7 @@ def attention(
     most = MOST if G > 1 else 2 * MOST
     if few:
         splits = min(most, max(min(SHORT, triton.cdiv(seen, CHUNK)), triton.cdiv(seen, 2 * CHUNK)))
+        splits = most if steady(B) else splits  # the cache grows with the longest request
     else:
         splits = max(1, min(device.processors // (G * tiles), seen // LONG))
     means = logs = None

@@ -23,6 +23,9 @@ H200 = Facts(90, 132, 232448)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("0", "", "false", "off")
 _pretended: Facts | None = None
+_deterministic = False
+# Rows of a decode step. A step of more is a piece of one prompt, which the requests beside it do not change.
+MOST_STREAMS = 64
 
 
 def facts(device: torch.device) -> Facts:
@@ -39,6 +42,17 @@ def overlap(device: torch.device) -> dict[str, bool]:
     """
     able = facts(device).capability >= 90 and not INTERPRETED
     return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
+
+
+def make_deterministic(on: bool) -> None:
+    """From now on a row's bits depend neither on how many rows a decode step has nor on which: see `steady`."""
+    global _deterministic
+    _deterministic = on
+
+
+def steady(rows: int) -> bool:
+    """Whether launch sizes for so many rows must be those for one: they may follow from the matrix alone."""
+    return _deterministic and rows <= MOST_STREAMS
 
 
 def pretend(other: Facts | None) -> None:

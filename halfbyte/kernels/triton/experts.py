@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import matvec
+from . import eights, matvec
 from .dequant import factor_of, matrix_of, operand, row_starts
-from .device import INTERPRETED, facts, overlap
-from .elementary import ACTIVATIONS, activated
+from .device import INTERPRETED, facts, overlap, steady
+from .elementary import ACTIVATIONS, activated, begin_early
 from .gemm import in_assembly, preparation, prepare, style_of, sums_of, weight_sums
 from .rowwise import glu
 
@@ -109,6 +109,37 @@ def arrange_kernel(
             make_tiles(tiles, room, first, count, BINS, TILE, MORE)
     else:
         prepare(program - shares - 1, work, SUMS, SHUFFLED, GROUP, BLOCK)
+
+
+@triton.jit
+def tiles_kernel(
+    ids, tiles, count, pairs, BINS: tl.constexpr, LINE: tl.constexpr, MINE: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """Records of up to eight pairs of one expert (eights.RECORD), and how many there are.
+
+    Every program counts all pairs and places MINE of them; those of an expert are in the order in which they came.
+    """
+    begin_early(OVERLAP)
+    expert, line = tl.arange(0, BINS), tl.arange(0, LINE)
+    own = tl.program_id(0) * MINE + tl.arange(0, MINE)
+    mine = tl.load(ids + own, own < pairs, other=0).to(tl.int32)
+    found, rank = tl.zeros((BINS,), tl.int32), tl.zeros((MINE,), tl.int32)
+    for at in range(0, pairs, LINE):
+        pair = at + line
+        other = tl.load(ids + pair, pair < pairs, other=0).to(tl.int32)
+        found += tl.histogram(other, BINS, mask=pair < pairs)
+        earlier = (mine[:, None] == other[None, :]) & (pair[None, :] < own[:, None])
+        rank += tl.sum(earlier.to(tl.int32), 1)
+    needed = tl.cdiv(found, 8)
+    place = tl.cumsum(needed, 0) - needed
+    record = tiles + (tl.gather(place, mine, 0) + rank // 8) * eights.RECORD
+    tl.store(record + 8 + rank % 8, own, own < pairs)
+    if tl.program_id(0) == 0:
+        tl.store(count, tl.sum(needed, 0))
+        for tile in range(tl.max(needed, 0)):
+            head = tiles + (place + tile) * eights.RECORD
+            tl.store(head, expert, tile < needed)
+            tl.store(head + 1, tl.minimum(found - 8 * tile, 8), tile < needed)
 
 
 @triton.jit
@@ -227,6 +258,10 @@ LONG = 256  # sums over fewer inputs show that these were rounded
 # Pairs up to which each reads its weights alone, or half as many as there are experts: then most want another one.
 # 2026-11-15, H200, expert_mlp of 256 experts: 64 pairs take 47 us, grouped 72; 512 pairs 295, grouped 217.
 ALONE = 32
+# Pairs an expert has on average up to which eights.py multiplies. 2026-11-15, H200, nine of 257 experts of 512 x 2048,
+# sums of its launches: 16 tokens 79 us instead of 102, 32 117 and 146, 64 162 and 191; 8 tokens 49, each pair alone 40.
+SEVERAL = 4
+MINE = 32  # pairs that a program puts into tiles
 
 
 class Groups:
@@ -234,7 +269,7 @@ class Groups:
 
     def __init__(self, ids, experts, ready, more=0):
         self.pairs, self.choices, self.more = ids.numel(), ids.shape[1], more
-        self.block = BLOCK_M if self.pairs > SPARSE * experts else SHORT
+        self.block = BLOCK_M if self.pairs > SPARSE * experts and not steady(len(ids)) else SHORT
         self.count = self.pairs // self.block + experts
         self.order = torch.empty(self.pairs, dtype=torch.int32, device=ids.device)
         self.tiles = torch.empty((self.count, 3), dtype=torch.int32, device=ids.device)
@@ -249,6 +284,19 @@ class Groups:
             BINS=bins, ROWS=min(triton.next_power_of_2(shares), max(1, AT_ONCE // bins)), LINE=LINE,
             TILE=self.block, MORE=more,
             **ready.options, BLOCK=groups, num_warps=ARRANGERS, **overlapping,
+        )  # fmt: skip
+
+
+class Tiles:
+    """Pairs of the same expert, up to eight to a tile, as eights.py takes them."""
+
+    def __init__(self, ids, experts):
+        pairs, bins = ids.numel(), max(32, triton.next_power_of_2(experts))
+        self.tiles = torch.empty((pairs // 8 + min(pairs, experts), 16), dtype=torch.int32, device=ids.device)
+        self.count = torch.empty(1, dtype=torch.int32, device=ids.device)
+        tiles_kernel[(triton.cdiv(pairs, MINE),)](
+            ids.contiguous(), self.tiles, self.count, pairs, BINS=bins, MINE=MINE,
+            LINE=min(512, triton.next_power_of_2(pairs)), num_warps=ARRANGERS, **overlap(ids.device),
         )  # fmt: skip
 
 
@@ -314,8 +362,31 @@ def grouped(style, ready, groups, w, up, activation, y):
 
 def alone(x, ids, w):
     """Whether each pair reads its expert's weights itself: a few pairs, or small matrices, which are summed exactly."""
-    few = ids.numel() <= max(ALONE, w.shape[0] // 2)
+    few = ids.numel() <= max(ALONE, w.shape[0] // 2) and not steady(len(ids))
     return few or (x.dtype == torch.float32 and w.shape[1] * w.shape[2] <= SMALL)
+
+
+def by_eights(x, ids, experts):
+    """Whether tiles of eight pairs of one expert are multiplied straight from the codes (eights.py).
+
+    What lies between is rounded to x's type, which sums over many of it do not show.
+    """
+    count, _, inner = experts.down.shape
+    able = x.dtype == torch.bfloat16 or (INTERPRETED and x.dtype == torch.float16)
+    several = not alone(x, ids, experts.down) and ids.numel() <= SEVERAL * count
+    able = able and inner >= LONG and (several or steady(len(ids)))
+    return able and all(eights.fits(x, w) for w in (experts.gate, experts.up, experts.down))
+
+
+def mlp_by_eights(x, ids, experts, activation, y):
+    count, _, inner = experts.down.shape
+    tiles, choices = Tiles(ids, count), ids.shape[1]
+    between = torch.empty((ids.numel(), inner), dtype=x.dtype, device=x.device)
+    steps = (x.stride(0), 0 if x.ndim == 2 else x.stride(1))
+    eights.multiply_pairs(x, steps, choices, experts.gate, experts.up, activation, tiles.tiles, tiles.count, between)
+    steps = (choices * inner, inner)
+    eights.multiply_pairs(between, steps, choices, experts.down, None, None, tiles.tiles, tiles.count, y)
+    return y
 
 
 def expert_qmm(x, ids, w, *, out=None):
@@ -337,11 +408,14 @@ def expert_mlp(x, ids, experts, activation="silu", *, out=None):
     y = torch.empty((*ids.shape, hidden), dtype=x.dtype, device=x.device) if out is None else out
     if ids.numel() == 0:
         return y
-    if alone(x, ids, experts.down):
+    eight = by_eights(x, ids, experts)
+    if not eight and alone(x, ids, experts.down):
         return matvec.chosen_mlp(x, ids, experts, activation, y)
     if not y.is_contiguous():
         return y.copy_(expert_mlp(x, ids, experts, activation))
     x = x if x.stride(-1) == 1 else x.contiguous()
+    if eight:
+        return mlp_by_eights(x, ids, experts, activation, y)
     together = operand(experts.gate)[1:] == operand(experts.up)[1:]  # the same format
     style, ready = ready_for(x, ids, experts.gate, together)
     groups = Groups(ids, count, ready)

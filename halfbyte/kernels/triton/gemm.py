@@ -35,7 +35,7 @@ from .dequant import (
     two_scales,
     weight_tile,
 )
-from .device import INTERPRETED, facts, overlap
+from .device import INTERPRETED, facts, overlap, steady
 from .elementary import begin_early
 
 
@@ -364,11 +364,12 @@ def fused(x, w, transpose, y, sizes=None, splits=None):
     N, K = w.shape[-2:]
     given = operand(w)
     style = style_of(x, given, K, transpose)
-    block_m, block_n, block_k, warps, stages = sizes or few(M, style, given.format.group)
+    rows = 1 if steady(M) else M  # for which sizes are chosen
+    block_m, block_n, block_k, warps, stages = sizes or few(rows, style, given.format.group)
     out, step = (block_n, block_k) if transpose else (block_k, block_n)
     grid = (triton.cdiv(M, block_m), triton.cdiv(y.shape[-1], out), H)
     if splits is None:
-        programs = grid[0] * grid[1] * H
+        programs = triton.cdiv(rows, block_m) * grid[1] * H
         splits = parts_of(programs, triton.cdiv(inner, step), block_m, facts(x.device).processors)
     parts = torch.empty((splits, *y.shape), dtype=torch.float32, device=x.device) if splits > 1 else y[None]
     ready = preparation(x, x.stride()[:2], M * H, H, given.format, style).launch()
@@ -443,6 +444,6 @@ def product(x, w, *, transpose=True, out=None):
     exact = x.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     same = getattr(w, "dtype", None) == x.dtype
     limit = ROWS_FUSED if getattr(w, "bits", 0) == 4 else ROWS_OTHERS
-    if exact and (same or (limit < M and x.dtype != torch.float16)):
+    if exact and not steady(M) and (same or (limit < M and x.dtype != torch.float16)):
         return by_library(x, w, transpose, y)
     return fused(x, w, transpose, y)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .device import facts, overlap
+from .device import facts, overlap, steady
 from .flash import LN2, LOG2E, NOTHING, merge_splits, products, rows_of, soften
 
 DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -185,6 +185,8 @@ def latent_attention(
         block_rows, block_tokens, warps, stages = launch_sizes(many, block_r, block_p, narrow, device)
         tiles = triton.cdiv(L * H, block_rows)
         splits = min(MOST_SPLITS, max(1, device.processors // (B * tiles)), triton.cdiv(S, block_tokens))
+        if steady(B):  # neither the batch nor the longest request, with which the cache grows
+            splits = min(MOST_SPLITS, max(1, device.processors // tiles))
         # Places inside a tile fit 32 bits, but for caches with enormous strides.
         far = any(block_tokens * x.stride(1) + x.shape[2] * x.stride(2) >= 2**31 for x in (latent, k_pe))
         means = logs = None

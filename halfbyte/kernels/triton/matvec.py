@@ -11,7 +11,6 @@ wait for memory once: every program asks for all its weights first, and a row of
 # ruff: noqa: RUF005 - Triton knows no starred tuples
 
 from math import prod
-from typing import NamedTuple
 
 import torch
 import triton
@@ -30,13 +29,16 @@ from .codes import (
     row_words,
     small_float_value,
 )
-from .device import INTERPRETED, facts, overlap
+from .device import facts, overlap
 from .elementary import ACTIVATIONS, activated
 from .exact import multiply_exactly, small
+from .matvec_sizes import MANY, Nibbles, chunk_sizes, dense_sizes, nibble_sizes
 from .nibbles import nibbles_kernel
 from .rowwise import glu
 from .stacks import job_of, matrix, stack
+from .stream import norm_arguments, row_factors, squares_of, store_row, stream_arguments, stream_rows
 
+LONG = 256  # inputs of a sum that hides that they were rounded to bfloat16
 UP = tl.constexpr(2.0**64)  # multiplied into activations, so that their products with tiny floats are none
 
 
@@ -173,16 +175,17 @@ def products(xs, one, tile, FORMAT: tl.constexpr, PRECISE: tl.constexpr, M: tl.c
 
 
 @triton.jit
-def added_up(sums, factor, M: tl.constexpr):
+def added_up(sums, factor, factors, M: tl.constexpr):
+    """Results of M rows: sums times the factors of their matrix and of each row."""
     results = ()
     for m in tl.static_range(M):
-        results = results + (tl.sum(sums[m], 0) * factor,)
+        results = results + (tl.sum(sums[m], 0) * (factor * factors[m]),)
     return results
 
 
 @triton.jit
 def outputs_in_pieces(
-    w, x, x_row, ROWS, one, first, rows, K,
+    w, x, x_row, ROWS, factors, one, first, rows, K,
     FORMAT: tl.constexpr, PRECISE: tl.constexpr, M: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """M results [R] of rows too long for their activations to stay in registers: those are read piece by piece."""
@@ -198,27 +201,35 @@ def outputs_in_pieces(
         for m in tl.static_range(M):
             joined = joined + (sums[m] + more[m],)
         sums = joined
-    return added_up(sums, w[3], M)
+    return added_up(sums, w[3], factors, M)
 
 
 @triton.jit
-def store_rows(y, y_row, ROWS, at, results, M: tl.constexpr):
+def store_rows(
+    y, y_row, first_row, ROWS, first, N, results, stream, old, TYPE: tl.constexpr, M: tl.constexpr, R: tl.constexpr
+):
+    """Results of M rows, added to a stream if there is one; outputs past the end are the last one again."""
+    output = tl.arange(0, R)
+    at, inside = first + tl.minimum(output, tl.cast(N - 1 - first, tl.int32)), first + output < N
     for m in tl.static_range(M):
-        tl.store(y + tl.minimum(m, ROWS - 1) * y_row + at, results[m])
+        row = tl.minimum(m, ROWS - 1)
+        store_row(y + row * y_row, results[m], stream, old, first_row + row, first // R, at, inside, m, M, TYPE)
 
 
 @triton.jit
 def matvec_kernel(
-    x, ids, w, up, y, N, K, ROWS, x_row, x_head, y_row, y_head,
+    x, ids, w, up, norm, stream, y, N, K, ROWS, x_row, x_head, y_row, y_head,
     FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, SCHEDULE: tl.constexpr, JOBS: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    C: tl.constexpr, SCHEDULE: tl.constexpr, SQUARES: tl.constexpr, JOBS: tl.constexpr, OVERLAP: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y[row, head] = w[head] x[row, head], or w[ids[row, head]]; with an ACTIVATION, activation(w x) . (up x).
 
     A program takes M rows of one head and R outputs. In SCHEDULE "loop" it takes every so many blocks of R outputs, for
-    which the activations stay in registers; in "pieces" a row of weights is longer than a tile.
+    which the activations stay in registers; in "pieces" a row of weights is longer than a tile. For `norm` and
+    `stream` see stream.py.
     """
+    TYPE: tl.constexpr = x.dtype.element_ty
     index, x, y, left = job_of(
         x, ids, w, up, y, K, ROWS, x_row, x_head, y_row, y_head, FORMAT, ACTIVATION is not None, M, JOBS, OVERLAP,
         AHEAD, EARLY,
@@ -230,45 +241,53 @@ def matvec_kernel(
     chunks = tl.arange(0, C)
     first = tl.program_id(0).to(tl.int64) * R
     rows = tl.minimum(tl.arange(0, R), tl.cast(N - 1 - first, tl.int32))
+    row = ROWS - left
     if SCHEDULE == "loop":
         if OVERLAP:
             gdc_wait()
+        squares = squares_of(norm, row, left, M, SQUARES)
         xs = row_activations(x, x_row, left, chunks, K, FORMAT, PRECISE, M)
+        factors = row_factors(squares, norm, K, PRECISE, M)
         for block in range(tl.program_id(0), tl.cdiv(N, R), tl.num_programs(0)):
             first = tl.cast(block, tl.int64) * R
             rows = tl.minimum(tl.arange(0, R), tl.cast(N - 1 - first, tl.int32))
             tile = tile_of(w, first, rows, chunks, K, FORMAT)
-            results = added_up(products(xs, one, tile, FORMAT, PRECISE, M), w[3], M)
-            store_rows(y, y_row, left, first + rows, results, M)
+            old = stream_rows(stream, row, left, first + rows, M)
+            results = added_up(products(xs, one, tile, FORMAT, PRECISE, M), w[3], factors, M)
+            store_rows(y, y_row, row, left, first, N, results, stream, old, TYPE, M, R)
     else:
         if SCHEDULE == "once":
             tile = tile_of(w, first, rows, chunks, K, FORMAT)
             if ACTIVATION is not None:
                 other = tile_of(up, first, rows, chunks, K, FORMAT)
             tl.debug_barrier()  # all is asked for before any is waited for; to spare registers, ptxas would not
-            if OVERLAP:
-                gdc_wait()
+        if OVERLAP:
+            gdc_wait()
+        old = stream_rows(stream, row, left, first + rows, M)
+        squares = squares_of(norm, row, left, M, SQUARES)
+        if SCHEDULE == "once":
             xs = row_activations(x, x_row, left, chunks, K, FORMAT, PRECISE, M)
-            results = added_up(products(xs, one, tile, FORMAT, PRECISE, M), w[3], M)
+            factors = row_factors(squares, norm, K, PRECISE, M)
+            results = added_up(products(xs, one, tile, FORMAT, PRECISE, M), w[3], factors, M)
             if ACTIVATION is not None:
-                others = added_up(products(xs, one, other, FORMAT, PRECISE, M), up[3], M)
+                others = added_up(products(xs, one, other, FORMAT, PRECISE, M), up[3], factors, M)
         else:
-            if OVERLAP:
-                gdc_wait()
-            results = outputs_in_pieces(w, x, x_row, left, one, first, rows, K, FORMAT, PRECISE, M, R, C)
+            factors = row_factors(squares, norm, K, PRECISE, M)
+            results = outputs_in_pieces(w, x, x_row, left, factors, one, first, rows, K, FORMAT, PRECISE, M, R, C)
             if ACTIVATION is not None:
-                others = outputs_in_pieces(up, x, x_row, left, one, first, rows, K, FORMAT, PRECISE, M, R, C)
+                others = outputs_in_pieces(up, x, x_row, left, factors, one, first, rows, K, FORMAT, PRECISE, M, R, C)
         if ACTIVATION is not None:
             results = (activated(results[0], ACTIVATION, PRECISE) * others[0],)
-        store_rows(y, y_row, left, first + rows, results, M)
+        store_rows(y, y_row, row, left, first, N, results, stream, old, TYPE, M, R)
 
 
 @triton.jit
 def dense_kernel(
-    x, ids, w, y, N, K, ROWS, x_row, x_head, y_row, y_head, w_matrix, w_row,
-    M: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    x, ids, w, norm, stream, y, N, K, ROWS, x_row, x_head, y_row, y_head, w_matrix, w_row,
+    M: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """As matvec_kernel, for weights in a float format: R outputs a program."""
+    TYPE: tl.constexpr = x.dtype.element_ty
     index, x, y, left = job_of(
         x, ids, w, w, y, K, ROWS, x_row, x_head, y_row, y_head, None, False, M, True, False, False, False
     )
@@ -285,135 +304,83 @@ def dense_kernel(
             values = tl.load(x + tl.minimum(m, left - 1) * x_row + k, mask=k < K, other=0.0).to(tl.float32)
             joined = joined + (sums[m] + tile * values[None, :],)
         sums = joined
+    row, first = ROWS - left, tl.program_id(0).to(tl.int64) * R
+    factors = row_factors(squares_of(norm, row, left, M, SQUARES), norm, K, False, M)
+    results = ()
     for m in tl.static_range(M):
-        target = y + tl.minimum(m, left - 1) * y_row + outputs
-        tl.store(target, tl.sum(sums[m], 1), mask=outputs < N)
+        results = results + (tl.sum(sums[m], 1) * factors[m],)
+    old = stream_rows(stream, row, left, tl.minimum(outputs, N - 1), M)
+    store_rows(y, y_row, row, left, first, N, results, stream, old, TYPE, M, R)
 
 
-class Chunks(NamedTuple):
-    """Launch sizes of matvec_kernel."""
-
-    rows: int  # and chunks of a tile
-    chunks: int
-    warps: int
-    programs: int  # for one job; where these are fewer than the blocks of outputs, a program takes several
-
-    def tile(self, bits, gated):
-        """Outputs, and codes of a row."""
-        return self.rows, 32 * self.chunks
-
-
-class Nibbles(NamedTuple):
-    """Launch sizes of nibbles_kernel."""
-
-    rows: int  # of a tile: 16 or 32
-    blocks: int  # of a span, each what four threads load of a row
-    parts: int  # warps, each with its own spans
-    programs: int = 1 << 30  # as in Chunks
-    spread: bool = False  # blocks of a span take turns
-
-    def tile(self, bits, gated):
-        return self.rows // (2 if gated else 1), 512 // bits * self.blocks * self.parts
-
-
-LONG = 256  # inputs of a sum that hides that they were rounded to bfloat16
-MANY = 64  # outputs for each processor, from which a matrix is large; 2026-11-15, H200
-
-
-def nibble_sizes(N, K, M, jobs, form, gated, processors):
-    """2026-11-15, H200, one row of bfloat16. 248320 x 2048 in 73 to 79 us, 91 to 84 % of what a sum reads; in 2 bits in
-    48, 76 %; in mxfp4 in 84 to 86, 73 %. 12288 x 4096 in 9.2, with a program for every block in 10 to 11; two rows in
-    12.3, in tiles of 32 in 14.3. 2048 x 4096 in 3.1, 1024 x 4096 in 2.5.
-
-    Nine of 257 experts of 512 x 2048 in 8.7. Spread, gate and up alone take 6.1 instead of 7.5, but with down 9.9, and
-    9.1 where that is spread too: both are on the chip at once, and equal numbers of registers may fit better.
-    """
-    block = 512 // form.bits
-    blocks = min(4, 8 * form.group // block)
-    parts = triton.next_power_of_2(triton.cdiv(K, block * blocks))
-    tiles = triton.cdiv(N * (2 if gated else 1), 16) * jobs
-    if INTERPRETED:  # which takes as long for a small tile
-        return Nibbles(32, blocks, min(4, parts), 2)
-    if M > 1:
-        return Nibbles(16, blocks, min(4, parts))
-    if tiles >= 32 * processors:
-        if form.bits == 2:  # words come so fast that preparing activations for each block would take longer
-            return Nibbles(32, blocks, min(4, parts), max(1, 4 * processors // jobs))
-        return Nibbles(32, blocks, min(8 if blocks == 2 else 4, parts))
-    if tiles > 4 * processors and jobs == 1:
-        return Nibbles(16, blocks, min(8, parts), 2 * processors)
-    while blocks > 1 and tiles * parts <= 4 * processors and parts < 16:  # a warp or less for each scheduler
-        blocks, parts = blocks // 2, parts * 2
-    return Nibbles(16, blocks, min(16, parts), spread=jobs == 1)
-
-
-def chunk_sizes(N, K, M, jobs, bits, gated, processors):
-    """2026-11-15, H200: 2048 x 4096 in 3.5 us, 1024 x 4096 in 3.0; 8 bits 248320 x 2048 at 98 % of what a sum reads."""
-    chunks = triton.next_power_of_2(triton.cdiv(K, 32))
-    if INTERPRETED:  # which takes as long for a small tile
-        return Chunks(min(256, triton.next_power_of_2(N)), min(chunks, 64), 1, 1 << 30)
-    if N * jobs >= MANY * processors and chunks > 16:
-        warps = min(8, max(1, chunks * M // 64))
-        rows, resident = (8, 24) if bits <= 4 and M == 1 else (4, 32)
-        programs = 1 << 30 if gated else max(1, resident // warps * processors // jobs)
-        return Chunks(rows, min(chunks, 64 * warps // M), warps, programs)
-    warps = min(8, max(1, chunks * M // 32))
-    rows = 2 if N * jobs <= 8 * processors else 4 if gated or M > 1 else 8
-    return Chunks(rows, min(chunks, 32 * warps // M), warps, 1 << 30)
-
-
-def dense_sizes(K):
-    """R, BLOCK and warps. 2026-11-15, H200."""
-    return 2, min(triton.next_power_of_2(K), 1024), 4
-
-
-def multiply(x, ids, w, y, up=None, activation=None, precise=False, early=False, launch=None):
+def multiply(
+    x, ids, w, y, up=None, activation=None, precise=False, early=False, norm=None, stream=None, launch=None
+):  # fmt: skip
     """y [M, H, N] = w[h] x[m, h], or w[ids[m, h]] x[m, h] where ids [M, H] are given.
 
     With `up`, of the same format as w, activation(w x) . (up x). x [M, H, K]; the last axes of x and y lie whole.
-    `early`: the launch before this one was of this function with the same ids (job_of). `launch` is for trying other
-    sizes than the table's.
+    `early`: the launch before this one was of this function with the same ids (job_of). `norm` (stream.Norm): what is
+    left to do of the norm of x; not for small matrices. `stream` (stream.Stream), for one head: y is that plus the
+    result. `launch` is for trying other sizes than the table's.
     """
-    if small(x, w) and y.dtype == torch.float32 and up is None:
+    around = norm is not None or stream is not None
+    if not around and small(x, w) and y.dtype == torch.float32 and up is None:
         return multiply_exactly(x, ids, w, y)
     rows, heads, N = y.shape
     M = 1 if ids is not None else min(4, triton.next_power_of_2(rows))
     jobs = (heads, triton.cdiv(rows, M))
-    shared = (y, N, x.shape[-1], rows, x.stride(0), x.stride(1), y.stride(0), y.stride(1))
+    before, squares = norm_arguments(norm)
+    shared = (before, stream_arguments(stream), y, N, x.shape[-1], rows)
+    shared += (x.stride(0), x.stride(1), y.stride(0), y.stride(1))
     if isinstance(w, torch.Tensor):
-        multiply_dense(x, ids, w, shared, M, jobs, launch)
+        multiply_dense(x, ids, w, shared, squares, M, jobs, launch)
     else:
-        multiply_codes(x, ids, w, up, shared, activation, precise, early, M, jobs, launch)
+        precise = precise or (up is None and (y if stream is None else x).dtype == torch.float32)
+        launch = launch or sizes(x, w, up, precise, M, prod(jobs))
+        multiply_codes(x, ids, w, up, shared, squares, activation, precise, early, M, jobs, launch)
     return y
 
 
-def multiply_dense(x, ids, w, shared, M, jobs, launch):
+def multiply_dense(x, ids, w, shared, squares, M, jobs, launch):
     N, K = w.shape[-2:]
     R, block, warps = launch or dense_sizes(K)
     w = w.reshape(-1, N, K)
     w = w if w.stride(-1) == 1 else w.contiguous()
     dense_kernel[(triton.cdiv(N, R), *jobs)](
-        x, ids, w, *shared, w.stride(0), w.stride(1), M=M, R=R, BLOCK=block, num_warps=warps
+        x, ids, w, *shared, w.stride(0), w.stride(1), M=M, R=R, BLOCK=block, SQUARES=squares, num_warps=warps
     )
 
 
-def multiply_codes(x, ids, w, up, shared, activation, precise, early, M, jobs, launch):
+def sizes(x, w, up, precise, M, jobs):
+    """Launch sizes, and with them the kernel."""
     N, K = w.shape[-2:]
     capability, processors, _ = facts(x.device)
-    (source, form), other = stack(w), None if up is None else stack(up)[0]
-    precise = precise or (shared[0].dtype == torch.float32 and up is None)
+    form = stack(w)[1]
     # Tensor cores flush tiny floats to zero on some other makers' GPUs, and small float codes are such.
     nibbles = form.bits in (2, 4) and form.wide == 4 and x.dtype != torch.float32 and not precise
-    nibbles = nibbles and (form.mode == "affine" or capability > 0)
-    if launch is None and nibbles:
-        launch = nibble_sizes(N, K, M, prod(jobs), form, up is not None, processors)
-    launch = launch or chunk_sizes(N, K, M, prod(jobs), form.bits, up is not None, processors)
+    if nibbles and (form.mode == "affine" or capability > 0):
+        return nibble_sizes(N, K, M, jobs, form, up is not None, processors)
+    return chunk_sizes(N, K, M, jobs, form.bits, up is not None, processors)
+
+
+def outputs_together(x, w):
+    """How many outputs of a projection of rows x [M, K] one program makes at a time: it adds up their squares."""
+    if isinstance(w, torch.Tensor):
+        return dense_sizes(w.shape[-1])[0]
+    M = min(4, triton.next_power_of_2(x.shape[0]))
+    return sizes(x, w, None, x.dtype == torch.float32, M, 1).tile(w.bits, False)[0]
+
+
+def multiply_codes(x, ids, w, up, shared, squares, activation, precise, early, M, jobs, launch):
+    N, K = w.shape[-2:]
+    (source, form), other = stack(w), None if up is None else stack(up)[0]
     outputs, codes = launch.tile(form.bits, up is not None)
     blocks = triton.cdiv(N, outputs)
     schedule = "pieces" if codes < K else "loop" if launch.programs < blocks else "once"
     given = {"FORMAT": form, "ACTIVATION": None if activation is None else ACTIVATIONS[activation].value, "M": M}
-    given |= {"R": launch.rows, "SCHEDULE": schedule, "JOBS": prod(jobs) > 1, "EARLY": early}
-    given["AHEAD"] = not early and N * prod(jobs) <= 2 * MANY * processors  # others take long, and need registers
+    given |= {"R": launch.rows, "SCHEDULE": schedule, "SQUARES": squares, "JOBS": prod(jobs) > 1, "EARLY": early}
+    # Others take long, and need registers.
+    given["AHEAD"] = not early and N * prod(jobs) <= 2 * MANY * facts(x.device).processors
     given |= overlap(x.device)
     grid = (launch.programs if schedule == "loop" else blocks, *jobs)
     if isinstance(launch, Nibbles):
@@ -437,8 +404,8 @@ def chosen(x, ids, w, out, early=False):
     return out
 
 
-def chosen_mlp(x, ids, experts, activation, out):
-    """out[t, a] = down[e] (activation(gate[e] x) . (up[e] x)) where e = ids[t, a], for few tokens.
+def chosen_mlp(x, ids, experts, activation, out, norm=None):
+    """out[t, a] = down[e] (activation(gate[e] x) . (up[e] x)) where e = ids[t, a], for few tokens; or of the norm of x.
 
     What lies between is kept in float32; sums over many bfloat16 of it do not show that these were rounded.
     """
@@ -447,11 +414,12 @@ def chosen_mlp(x, ids, experts, activation, out):
     between = torch.empty(*ids.shape, gate.shape[1], dtype=kept, device=x.device)
     x, ids = of_choices(x, ids), ids.contiguous()
     apart = isinstance(gate, torch.Tensor) or isinstance(up, torch.Tensor) or stack(gate)[1] != stack(up)[1]
-    if apart or small(x, gate):
+    if apart or (norm is None and small(x, gate)):
         halves = torch.empty((2, *between.shape), dtype=torch.float32, device=x.device)
-        glu(multiply(x, ids, gate, halves[0]), multiply(x, ids, up, halves[1]), activation, out=halves[0])
-        return chosen(halves[0], ids, down, out)
-    multiply(x, ids, gate, between, up, activation, precise=x.dtype == torch.float32)
+        for half, w in zip(halves, (gate, up), strict=True):
+            multiply(x, ids, w, half, norm=norm)
+        return chosen(glu(*halves, activation, out=halves[0]), ids, down, out)
+    multiply(x, ids, gate, between, up, activation, precise=x.dtype == torch.float32, norm=norm)
     return chosen(between, ids, down, out, early=True)
 
 

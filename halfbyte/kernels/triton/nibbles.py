@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_wait
 from .codes import e4m3_value, eighths, power_value, quarters
 from .elementary import activated
 from .stacks import job_of, matrix
+from .stream import row_factors, squares_of, store_row, stream_rows
 
 COLUMNS = tl.constexpr(8)
 
@@ -300,32 +301,43 @@ def add_span(
 
 
 @triton.jit
+def outputs_at(first, N, OUTPUTS: tl.constexpr):
+    """A block of outputs; those past the end are the last one again."""
+    return first + tl.minimum(tl.arange(0, OUTPUTS), tl.cast(N - 1 - first, tl.int32))
+
+
+@triton.jit
 def store_outputs(
-    totals, y, y_row, ROWS, first, N, factor, up_factor, ACTIVATION: tl.constexpr, M: tl.constexpr, R: tl.constexpr
-):
+    totals, y, y_row, first_row, ROWS, first, N, factor, up_factor, factors, stream, old,
+    ACTIVATION: tl.constexpr, TYPE: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Totals of M rows times the factors of their matrix and of each row, activated or added to a stream."""
+    OUTPUTS: tl.constexpr = R if ACTIVATION is None else R // 2
+    at, inside = outputs_at(first, N, OUTPUTS), first + tl.arange(0, OUTPUTS) < N
     for m in tl.static_range(M):
         result = tl.sum(tl.sum(totals[m], 2), 0)
         if ACTIVATION is None:
-            result *= factor
+            result *= factor * factors[m]
         else:
             gate, up = tl.split(tl.permute(tl.reshape(result, [2, R // 2]), [1, 0]))
-            result = activated(gate * factor, ACTIVATION, False) * (up * up_factor)
-        rows = tl.minimum(tl.arange(0, result.shape[0]), tl.cast(N - 1 - first, tl.int32))
-        tl.store(y + tl.minimum(m, ROWS - 1) * y_row + (first + rows), result)
+            result = activated(gate * (factor * factors[m]), ACTIVATION, False) * (up * (up_factor * factors[m]))
+        row = tl.minimum(m, ROWS - 1)
+        store_row(y + row * y_row, result, stream, old, first_row + row, first // OUTPUTS, at, inside, m, M, TYPE)
 
 
 @triton.jit
 def nibbles_kernel(
-    x, ids, w, up, y, N, K, ROWS, x_row, x_head, y_row, y_head,
+    x, ids, w, up, norm, stream, y, N, K, ROWS, x_row, x_head, y_row, y_head,
     FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, M: tl.constexpr, R: tl.constexpr, BLOCKS: tl.constexpr,
-    PARTS: tl.constexpr, SPREAD: tl.constexpr, SCHEDULE: tl.constexpr, EVEN: tl.constexpr, JOBS: tl.constexpr,
-    OVERLAP: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, SPREAD: tl.constexpr, SCHEDULE: tl.constexpr, EVEN: tl.constexpr, SQUARES: tl.constexpr,
+    JOBS: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y[row, head] = w[head] x[row, head], or w[ids[row, head]]; with an ACTIVATION, activation(w x) . (up x).
 
     A program takes M rows of one head and R outputs, 16 or 32; half as many with an ACTIVATION. In SCHEDULE "once" all
     parts together are whole rows; so they are in "loop", where a program takes every so many blocks of outputs; in
-    "pieces" rows are longer. EVEN promises that rows have an even number of groups.
+    "pieces" rows are longer. EVEN promises that rows have an even number of groups. For `norm` and `stream` see
+    stream.py.
     """
     TYPE: tl.constexpr = x.dtype.element_ty
     GATED: tl.constexpr = ACTIVATION is not None
@@ -345,24 +357,36 @@ def nibbles_kernel(
     tl.debug_barrier()  # all is asked for before any is waited for; to spare registers, ptxas would not
     if OVERLAP:
         gdc_wait()
+    row = ROWS - left
+    squares = squares_of(norm, row, left, M, SQUARES)
+    old = stream_rows(stream if SCHEDULE != "loop" else None, row, left, outputs_at(first, N, OUTPUTS), M)
     if SCHEDULE == "pieces":
         for start in range(0, K, SPANS):
             right = row_operands(x, x_row, left, start, K, FORMAT, M, BLOCKS, PARTS)
             totals = add_span(totals, tiles, right, None, one, FORMAT, TYPE, M, R, BLOCKS, PARTS, SPREAD)
             tiles = span_of(w, up, first, start + SPANS, N, K, FORMAT, GATED, R, BLOCKS, PARTS, EVEN)
             tl.debug_barrier()
-        store_outputs(totals, y, y_row, left, first, N, w[3], up[3], ACTIVATION, M, R)
+        factors = row_factors(squares, norm, K, False, M)
+        store_outputs(
+            totals, y, y_row, row, left, first, N, w[3], up[3], factors, stream, old, ACTIVATION, TYPE, M, R
+        )  # fmt: skip
     else:
         right = row_operands(x, x_row, left, 0, K, FORMAT, M, BLOCKS, PARTS)
+        factors = row_factors(squares, norm, K, False, M)
         if SCHEDULE == "once":
             totals = add_span(totals, tiles, right, None, one, FORMAT, TYPE, M, R, BLOCKS, PARTS, SPREAD)
-            store_outputs(totals, y, y_row, left, first, N, w[3], up[3], ACTIVATION, M, R)
+            store_outputs(
+                totals, y, y_row, row, left, first, N, w[3], up[3], factors, stream, old, ACTIVATION, TYPE, M, R
+            )  # fmt: skip
         else:
             sums = row_sums(right, FORMAT, TYPE, M, R, PARTS)
             for block in range(tl.program_id(0), tl.cdiv(N, OUTPUTS), tl.num_programs(0)):
+                first = tl.cast(block, tl.int64) * OUTPUTS
+                here = stream_rows(stream, row, left, outputs_at(first, N, OUTPUTS), M)
                 more = add_span(totals, tiles, right, sums, one, FORMAT, TYPE, M, R, BLOCKS, PARTS, SPREAD)
                 next = tl.cast(block + tl.num_programs(0), tl.int64) * OUTPUTS
                 tiles = span_of(w, up, next, 0, N, K, FORMAT, GATED, R, BLOCKS, PARTS, EVEN)
                 tl.debug_barrier()
-                first = tl.cast(block, tl.int64) * OUTPUTS
-                store_outputs(more, y, y_row, left, first, N, w[3], up[3], ACTIVATION, M, R)
+                store_outputs(
+                    more, y, y_row, row, left, first, N, w[3], up[3], factors, stream, here, ACTIVATION, TYPE, M, R
+                )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Quantised weights on a GPU: qmm with few rows through matvec.py and with many through gemm.py, embed, quantize.
+"""Quantised weights on a GPU: qmm with few rows through matvec.py, with several through eights.py and with many through
+gemm.py, embed, quantize.
 
 embed and quantize follow mlx operation by operation, since their bits are promised: divisions are IEEE's, and products
 and sums are not fused (`enable_fp_fusion=False`).
@@ -10,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from . import eights
 from .codes import e4m3_value, power_value
 from .dequant import NV_RANGE, TYPES, codes, dequantize, group_values, narrowed, operand, unit_of, values
-from .device import INTERPRETED
+from .device import INTERPRETED, steady
 from .exact import multiply_exactly, small
 from .gemm import product
 from .matvec import multiply
@@ -20,6 +22,8 @@ from .matvec import multiply
 __all__ = ["dequantize", "embed", "qmm", "quantize"]
 
 FEW = 4  # rows of x that matvec.py takes
+SEVERAL = 8  # that eights.py takes where it can; by a matrix of up to so many weights, matvec.py where it cannot
+LITTLE = 1 << 20  # 2026-11-15, H200, 8 rows by 257 x 2048 in 8 bits: 4.9 us, 7.5 by gemm.py
 
 
 def qmm(x, w, *, transpose=True, out=None):
@@ -35,7 +39,11 @@ def qmm(x, w, *, transpose=True, out=None):
         target = y.view(rows, heads, width)
         if small(x, w):
             multiply_exactly(x, None, w, target, transpose)
-        elif transpose and rows <= FEW:
+        elif transpose and rows <= FEW and not steady(rows):
+            multiply(x, None, w, target)
+        elif transpose and (rows <= SEVERAL or steady(rows)) and eights.fits(x, w):
+            eights.multiply_rows(x, w, target)
+        elif transpose and rows <= SEVERAL and N * K <= LITTLE and not steady(rows):
             multiply(x, None, w, target)
         else:
             product(x, w, transpose=transpose, out=target)

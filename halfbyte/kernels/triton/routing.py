@@ -1,9 +1,10 @@
 """Routing and combining on a GPU.
 
 route: a warp owns a token, its experts' values in registers as integers that compare as the values do. Each of the k
-rounds is two warp reductions (the largest value, then the lowest id that has it) and marks the winner as taken; a few
-tokens may share a program. Then the chosen logits are read again for their weights. Launch sizes depend on the experts
-alone, so a token's bits do not depend on its batch.
+rounds finds the largest value, then the lowest id that has it, and marks the winner as taken; the chosen logits are
+read again for their weights. Logits of 16 bits leave room for the id beside them: there a round is one reduction, and
+its result has all that weights need. A few tokens may share a program. Launch sizes depend on the experts alone, so a
+token's bits do not depend on its batch.
 
 combine: a program owns some columns of a token and adds up its experts in order, eight rows in flight. With buckets it
 looks for its token in the list, so that rows are added in the list's order without atomics.
@@ -22,6 +23,7 @@ MINUS_INFINITY = tl.constexpr(-0x7F800001)  # the order of -inf
 NOT_A_NUMBER = tl.constexpr(0x7FFFFFFF)  # above the order of every number
 NO_INDEX = tl.constexpr(0x7FFFFFFF)
 EMPTY_SLOT = tl.constexpr(-1e30)
+IDS = tl.constexpr(0x1FFF)  # where a key has an id: the bits of a float32 that one widened from 16 bits leaves empty
 
 # 2026-11-15, H200, 2048 tokens, medians in a graph. Tokens (each with a warp) of a program: with 128 experts 4 take
 # 3.3 us and 1 takes 3.8, with 256 it is 5.0 either way; with 512 experts (8.4 against 11.1 us) or groups (5.5 against
@@ -93,6 +95,19 @@ def best_experts(order, expert, K: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl
 
 
 @triton.jit
+def best_by_key(x, expert, valid, K: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr):
+    """As best_experts, for values x widened from 16 bits; and the values of those chosen. Past K, ids are IDS."""
+    key = tl.where(valid, (order_of(x) & ~IDS) | (expert ^ IDS), NOTHING)
+    slot = tl.arange(0, SLOTS)[None, :]
+    chosen = tl.full([TOKENS, SLOTS], NOTHING, tl.int32)
+    for i in range(K):
+        best = tl.max(key, 1, keep_dims=True)
+        chosen = tl.where(slot == i, best, chosen)
+        key = tl.where(key == best, NOTHING, key)
+    return (chosen & IDS) ^ IDS, value_of(tl.where(chosen < 0, chosen | IDS, chosen & ~IDS))
+
+
+@triton.jit
 def fill_slots(score, expert, valid, K: tl.constexpr, SLOTS: tl.constexpr):
     """The rule of order="slot" for one token: from each expert that enters, straight to the next that can."""
     slot = tl.arange(0, SLOTS)[None, :]
@@ -112,32 +127,43 @@ def fill_slots(score, expert, valid, K: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def route_kernel(
-    logits, row_stride, bias, expert_scale, scaling, ids_out, ids_row, weights_out, rows, K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KEEP: tl.constexpr, SIZE: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, SLOT_ORDER: tl.constexpr,
-    TOKENS: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr, SLOTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Experts are GROUPS runs of SIZE (one run where there are no groups), each padded to a power of two."""
-    begin_early(OVERLAP)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    present = (token < rows)[:, None]
-    token = token.to(tl.int64)[:, None]
+def experts_of(GROUPS: tl.constexpr, SIZE: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr):
+    """Ids [1, E] of GROUPS runs of SIZE experts (one run where there are no groups), each padded to a power of two; and
+    which of them are there."""
     place = tl.arange(0, PADDED_GROUPS * PADDED_SIZE)[None, :]
     if SIZE == PADDED_SIZE:
         expert, valid = place, place < GROUPS * SIZE
     else:
         expert = place // PADDED_SIZE * SIZE + place % PADDED_SIZE
         valid = (place // PADDED_SIZE < GROUPS) & (place % PADDED_SIZE < SIZE)
-    x = tl.load(logits + token * row_stride + expert, present & valid, 0).to(tl.float32)
+    return expert, valid
+
+
+@triton.jit
+def best_and_weights(
+    x, logits, present, bias, NARROW: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr,
+    SIZE: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, SLOT_ORDER: tl.constexpr,
+    TOKENS: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The ids of the experts chosen by logits x [TOKENS, E], and their scores [TOKENS, SLOTS].
+
+    `logits` [TOKENS, 1] is where they lie in memory; NARROW: they were widened from 16 bits.
+    """
+    expert, valid = experts_of(GROUPS, SIZE, PADDED_GROUPS, PADDED_SIZE)
+    KEYS: tl.constexpr = NARROW and bias is None and KEEP == GROUPS and not SLOT_ORDER
     top, total = 0.0, 1.0
-    if not SIGMOID:
+    if not SIGMOID and not (KEYS and RENORMALISE):
         top = tl.max(tl.where(valid, x, float("-inf")), 1, keep_dims=True)
         total = tl.sum(tl.where(valid, precise_exp(x - top), 0.0), 1, keep_dims=True)
     if SLOT_ORDER:
         tl.static_assert(TOKENS == 1)
-        ids, weights = fill_slots(score_of(x, top, total, SIGMOID), expert, valid, K, SLOTS)
+        return fill_slots(score_of(x, top, total, SIGMOID), expert, valid, K, SLOTS)
+    elif KEYS:
+        ids, chosen = best_by_key(x, expert, valid, K, TOKENS, SLOTS)
+        if not SIGMOID and RENORMALISE:  # which divides the total of all out again
+            first = tl.arange(0, SLOTS)[None, :] == 0
+            top = tl.sum(tl.where(first, chosen, 0.0), 1, keep_dims=True)
+        return ids, score_of(chosen, top, total, SIGMOID)
     else:
         order = tl.where(valid, order_of(x), NOTHING)
         if bias is not None or KEEP < GROUPS:
@@ -151,17 +177,51 @@ def route_kernel(
                 stays = in_best_groups(by_score, TOKENS, GROUPS, KEEP, SIZE, PADDED_GROUPS, PADDED_SIZE)
                 order = tl.where(valid & ~stays, MINUS_INFINITY, order)
         ids = best_experts(order, expert, K, TOKENS, SLOTS)
-        chosen = tl.load(logits + token * row_stride + ids, present, 0).to(tl.float32)
-        weights = score_of(chosen, top, total, SIGMOID)
+        chosen = tl.load(logits + ids, present, 0, cache_modifier=".cg").to(tl.float32)  # past the L1: they are new
+        return ids, score_of(chosen, top, total, SIGMOID)
+
+
+@triton.jit
+def choose(
+    x, logits, token, present, bias, expert_scale, scaling, ids_out, ids_row, weights_out, NARROW: tl.constexpr,
+    K: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr, SIZE: tl.constexpr, SIGMOID: tl.constexpr,
+    RENORMALISE: tl.constexpr, SLOT_ORDER: tl.constexpr, TOKENS: tl.constexpr, PADDED_GROUPS: tl.constexpr,
+    PADDED_SIZE: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """What route does for tokens [TOKENS, 1], those that are `present`; x and logits are as in best_and_weights."""
+    ids, weights = best_and_weights(
+        x, logits, present, bias, NARROW, K, GROUPS, KEEP, SIZE, SIGMOID, RENORMALISE, SLOT_ORDER, TOKENS,
+        PADDED_GROUPS, PADDED_SIZE, SLOTS,
+    )  # fmt: skip
     slot = tl.arange(0, SLOTS)[None, :]
     if RENORMALISE:
         whole = tl.sum(tl.where(slot < K, weights, 0.0), 1, keep_dims=True)
         weights = tl.where(whole > 0, tl.div_rn(weights, whole), weights)
     if expert_scale is not None:
-        weights *= tl.load(expert_scale + ids).to(tl.float32)
+        weights *= tl.load(expert_scale + ids, slot < K, 0).to(tl.float32)
     written = present & (slot < K)
     tl.store(ids_out + token * ids_row + slot, ids, written)
     tl.store(weights_out + token * K + slot, weights * scaling, written)
+
+
+@triton.jit
+def route_kernel(
+    logits, row_stride, bias, expert_scale, scaling, ids_out, ids_row, weights_out, rows, K: tl.constexpr,
+    GROUPS: tl.constexpr, KEEP: tl.constexpr, SIZE: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
+    SLOT_ORDER: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr, SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    begin_early(OVERLAP)
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    present = token < rows
+    NARROW: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 16
+    logits += token * row_stride
+    expert, valid = experts_of(GROUPS, SIZE, PADDED_GROUPS, PADDED_SIZE)
+    x = tl.load(logits + expert, present & valid, 0).to(tl.float32)
+    choose(
+        x, logits, token, present, bias, expert_scale, scaling, ids_out, ids_row, weights_out, NARROW, K, GROUPS, KEEP,
+        SIZE, SIGMOID, RENORMALISE, SLOT_ORDER, TOKENS, PADDED_GROUPS, PADDED_SIZE, SLOTS,
+    )  # fmt: skip
 
 
 def contiguous_rows(t):
@@ -187,6 +247,16 @@ def route_launch(padded, plain):
     return (TOKENS, TOKENS) if plain and padded <= FEW_EXPERTS else (1, 1)
 
 
+def route_options(E, k, kind, groups, keep_groups, renormalise, order):
+    """What a kernel that chooses is compiled for."""
+    runs, size = groups or 1, E // (groups or 1)
+    return {
+        "K": k, "GROUPS": runs, "KEEP": keep_groups or 1, "SIZE": size, "SIGMOID": kind == "sigmoid",
+        "RENORMALISE": renormalise, "SLOT_ORDER": order == "slot", "PADDED_GROUPS": triton.next_power_of_2(runs),
+        "PADDED_SIZE": triton.next_power_of_2(size), "SLOTS": triton.next_power_of_2(k),
+    }  # fmt: skip
+
+
 def route(
     logits, k, *, kind="softmax", bias=None, groups=None, keep_groups=None, renormalise=True, per_expert_scale=None,
     scaling=1.0, order="score", out=None,
@@ -198,15 +268,14 @@ def route(
     if ids.numel():
         x = contiguous_rows(logits)
         rows, E = x.shape
-        runs, size = groups or 1, E // (groups or 1)
-        padded_groups, padded_size = triton.next_power_of_2(runs), triton.next_power_of_2(size)
-        tokens, warps = route_launch(padded_groups * padded_size, groups is None and order == "score")
+        options = route_options(E, k, kind, groups, keep_groups, renormalise, order)
+        padded = options["PADDED_GROUPS"] * options["PADDED_SIZE"]
+        tokens, warps = route_launch(padded, groups is None and order == "score")
         route_kernel[(triton.cdiv(rows, tokens),)](
             x, x.stride(0), None if bias is None else bias.contiguous(),
             None if per_expert_scale is None else per_expert_scale.contiguous(), float(scaling), ids,
-            ids.stride(0) if ids.ndim == 2 else k, weights, rows, k,
-            runs, keep_groups or 1, size, kind == "sigmoid", renormalise, order == "slot", tokens, padded_groups,
-            padded_size, triton.next_power_of_2(k), num_warps=warps, **overlap(x.device),
+            ids.stride(0) if ids.ndim == 2 else k, weights, rows, **options, TOKENS=tokens, num_warps=warps,
+            **overlap(x.device),
         )  # fmt: skip
     return delivered(ids, ids_out), delivered(weights, weights_out)
 

@@ -1,0 +1,68 @@
+"""How long a model takes to its first token: in a process of its own, the first time ever and with kernels cached.
+
+Weights are random and made on the GPU, so only what follows them counts. python benchmarks/starting.py MODEL
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+from random_models import build
+
+from halfbyte.compilation import compile_kernels
+from halfbyte.engine import Engine, Request
+
+PROMPT, REPLY = 100, 6  # tokens
+
+
+def start(name):
+    """{first ever, kernels cached}: each as `once` gives it."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "TRITON_CACHE_DIR": folder}
+        rows = {}
+        for label in ("first ever", "kernels cached"):
+            done = subprocess.run(
+                [sys.executable, __file__, name], env=environment, stdout=subprocess.PIPE, text=True, check=True
+            )
+            rows[label] = json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
+def once(name):
+    """Seconds: of CUDA's own start, of making weights, of compiling, and from the weights to the first token."""
+    marks = [time.perf_counter()]
+
+    def lap():
+        torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+        return marks[-1] - marks[-2]
+
+    torch.zeros(1, device="cuda")
+    cuda = lap()
+    model, _ = build(name, "cuda")
+    weights = lap()
+    compiled = compile_kernels(model)
+    compiling = lap()
+    cache = model.new_cache()
+    cache.reserve(PROMPT + REPLY)
+    engine, request = Engine(model, cache), Request(torch.randint(model.vocabulary, (PROMPT,)).tolist(), REPLY)
+    engine.submit(request)
+    while not request.made:
+        engine.step()
+    first, steps = compiling + lap(), []
+    while engine.busy:
+        engine.step()
+        steps.append(round(lap() * 1e3))
+    return {
+        "cuda": cuda, "weights": weights, "compiled": compiled, "compiling": compiling, "first_token": first,
+        "steps_ms": steps,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    print(json.dumps(once(sys.argv[1])))

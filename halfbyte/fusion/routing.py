@@ -1,0 +1,36 @@
+"""Routers: what scores a token's experts, and the choice among them."""
+
+from __future__ import annotations
+
+import torch
+
+from ..graph import Book, Call, call
+from ..ops.dispatch import find
+from .matching import language
+
+
+def choose_experts(calls: list[Call]) -> list[Call]:
+    """route(qmm(x, w)): one launch. Other results of the same projection may lie behind the logits."""
+    book = Book(calls)
+    dropped: set[Call] = set()
+    replaced: dict[Call, Call] = {}
+    for end in calls:
+        scores = book.maker(end.args[0], "qmm") if end.name == "route" else None
+        if scores is None:
+            continue
+        kernel, takes = (find(language(end), "fused_router", name) for name in ("choose_experts", "takes"))
+        (x, w), (logits, k), (ids, weights) = scores.args, end.args, end.result
+        if kernel is None or takes is None or not scores.kwargs.get("transpose", True) or x.ndim != 2:
+            continue
+        whole = scores.result.is_contiguous() and weights.is_contiguous() and ids.stride(-1) == 1
+        first = logits.ndim == 2 and logits.data_ptr() == scores.result.data_ptr() and logits.stride(-1) == 1
+        if not whole or not first or not takes(x, w):
+            continue
+        board = torch.full(logits.shape, -1, dtype=torch.int32, device=x.device)
+        settings = {**end.kwargs, "experts": logits.shape[1], "board": board}
+        made = (scores.result, ids, weights)
+        replaced[scores] = call(
+            "choose_experts", kernel, (x, w, k), {**settings, "out": made}, made, board, (scores, end)
+        )
+        dropped.add(end)
+    return [replaced.get(one, one) for one in calls if one not in dropped]

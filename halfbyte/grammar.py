@@ -1,0 +1,111 @@
+"""Replies of a given form: a JSON schema or a grammar, compiled by llguidance to the tokens that may come next."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .chat import Tokenizer
+from .errors import HalfbyteError
+
+Kind = Literal["json_schema", "grammar", "regex"]  # a grammar is Lark's, or llama.cpp's GBNF
+SHOWN = 300  # characters of what the compiler says
+# Between the tokens of JSON: enough to indent, and an end to the spaces that a small model would write for ever.
+WHITESPACE: Any = {"whitespace_pattern": r"( |\n {0,16})?"}
+
+
+class GrammarError(HalfbyteError, ValueError):
+    """A schema or a grammar that cannot be followed."""
+
+    exit_code = 2
+
+
+class Constraint:
+    """What may follow in one reply. `mask` is asked before a token is drawn, `push` told which one was."""
+
+    def __init__(self, matcher: Any, vocabulary: int) -> None:
+        self.matcher, self.vocabulary = matcher, vocabulary
+        self.active = True  # not while the model thinks: the form is that of its answer
+
+    def copy(self) -> Constraint:
+        """For another reply of the same form. This one must be at its beginning."""
+        return Constraint(self.matcher.deep_copy(), self.vocabulary)
+
+    @property
+    def complete(self) -> bool:
+        """Nothing but the end may follow."""
+        return bool(self.matcher.is_stopped())
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """The logits [1, V] with -inf where a token would leave the form."""
+        if not self.active:
+            return logits
+        allowed = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.uint8).to(logits.device)
+        bits = (allowed[:, None] >> torch.arange(8, device=logits.device, dtype=torch.uint8)) & 1
+        self._check()
+        banned = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
+        flat = bits.flatten()[: self.vocabulary].bool()
+        banned[: len(flat)] = ~flat
+        return logits.masked_fill(banned, -torch.inf)
+
+    def push(self, id: int, thinking: bool = False) -> None:
+        """`thinking`: the reasoning still goes on after this token. The first token after it is the form's first."""
+        if self.active:
+            self.matcher.consume_token(id)
+            self._check()
+        self.active = not thinking
+
+    def _check(self) -> None:
+        if self.matcher.is_error():
+            raise GrammarError("the reply can no longer follow its grammar, which leads nowhere or is too complex")
+
+
+class Grammars:
+    """Compiles for one tokenizer, which takes a second to prepare when first needed."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+        self._prepared: Any = None
+        self._lock = threading.Lock()
+
+    def constraint(self, kind: Kind, source: str) -> Constraint:
+        """A constraint at its beginning, or a GrammarError. Hostile schemas run out of llguidance's fuel."""
+        import llguidance
+
+        try:
+            if kind == "json_schema":
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(source, overrides=WHITESPACE)
+            else:
+                grammar = llguidance.grammar_from(kind, source)
+        except ValueError as error:
+            raise GrammarError(_said(str(error))) from None
+        matcher = llguidance.LLMatcher(self._tokenizer(), grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the work that is left over for the first token
+        if matcher.is_error():
+            raise GrammarError(_said(matcher.get_error()))
+        return Constraint(matcher, self.vocabulary)
+
+    def check_schema(self, schema: Any) -> None:
+        """Refuse a schema that no reply could follow."""
+        self.constraint("json_schema", json.dumps(schema))
+
+    def _tokenizer(self) -> Any:
+        import llguidance
+
+        with self._lock:
+            if self._prepared is None:
+                eos = sorted(self.tokenizer.eos_ids) or None
+                self._prepared = llguidance.LLTokenizer(
+                    self.tokenizer.tokens.to_str(), n_vocab=self.vocabulary, eos_token=eos
+                )
+            return self._prepared
+
+
+def _said(text: str) -> str:
+    """The first line: what follows quotes the whole grammar."""
+    return text.strip().split("\n")[0][:SHOWN]

@@ -1,0 +1,65 @@
+"""A reply that somebody waits for: the request, whose it is, and the pieces that it comes in."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+from .engine import Request
+from .grammar import Constraint
+from .sampling import Logprobs
+from .text.decoder import Decoder
+from .text.reply import Event, Reply
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token's log-probability as the model gave it, and the likeliest tokens' at its place."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass
+class Piece:
+    """What a step made of a reply. The last one has a `finish_reason` or an `error`, which is fit to be shown."""
+
+    events: list[Event] = field(default_factory=list)
+    token: Token | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    theirs: bool = False  # the error is what was asked for, not how it was answered
+
+
+@dataclass(eq=False)
+class Job:
+    """A request, whose it is, and what turns its tokens into a reply."""
+
+    request: Request
+    owner: bytes  # of what is kept of its text: others' jobs cannot go on from it
+    decoder: Decoder
+    reply: Reply | None = None  # None: all is text
+    constraint: Constraint | None = None
+    logprobs: int | None = None  # how many of the likeliest tokens are told; None tells nothing
+    stable: int = 0  # tokens of the prompt that the next prompt of this conversation will surely share
+    prompt: list[int] = field(default_factory=list)  # as it was asked, whatever has become of the request
+    early: list[Event] = field(default_factory=list)  # what is known of the reply before its first token
+    made: int = 0  # tokens of the reply
+    reused: int = 0  # tokens of the prompt that were not computed
+    cancelled: str = ""  # why, once it is
+    error: str = ""  # what is wrong with the form that it must have
+    fork: int = 0  # tokens of the prompt that somebody else's began with, as far as is known
+    begun: float = field(default_factory=time.monotonic)
+    last: float = 0.0  # when its newest token came
+
+
+def resumed(request: Request) -> Request:
+    """The same request, to be computed from its text again. Its draws depend on its seed and places, so they go on."""
+    text, left = request.prompt + request.made, request.max_tokens - len(request.made)
+    return replace(request, prompt=text, max_tokens=left, goes_on=False, slot=None, computed=0, made=[])
+
+
+def told(id: int, found: Logprobs) -> Token:
+    top = zip(found.ids[0].tolist(), found.top[0].tolist(), strict=True)
+    return Token(id, float(found.chosen[0]), tuple(top))

@@ -1,0 +1,288 @@
+"""Many people, one model: jobs wait in line, an engine thread runs them together, pieces of their replies come out.
+
+One thread owns the engine, and everything that touches a slot happens in it. Others hand it jobs, cancel them, and ask
+whether it is well. Before each step cancelled jobs leave and waiting ones take their slots, so both cost one step at
+most. The memory of every slot is taken at the start: a job that was let in cannot run out of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .cache import Cache
+from .engine import SAVED, Engine, Made, Request
+from .errors import HalfbyteError
+from .grammar import GrammarError
+from .jobs import Job, Piece, resumed, told
+from .metrics import Histogram
+from .models.decoder import Decoder
+from .prefixes import WORTH, Prefixes
+from .sampling import logprobs
+from .text.reply import Event
+
+log = logging.getLogger(__name__)
+FAILURES = 3  # steps in a row that raise: the device is broken, not a request
+
+
+class QueueFull(HalfbyteError):
+    """No more jobs may wait."""
+
+
+class Unwell(HalfbyteError):
+    """The engine thread has ended, or its step takes too long."""
+
+
+Deliver = Callable[[Sequence[tuple[Job, Piece]]], None]
+
+
+class Scheduler:
+    """`deliver` gets the pieces of a step, all at once, in the engine's thread. `step_seconds`: longer is hung."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: Cache,
+        stop_ids: frozenset[int],
+        deliver: Deliver,
+        *,
+        max_queue: int = 1024,
+        prefix_bytes: int = 0,
+        step_seconds: float = 60.0,
+    ) -> None:
+        self.model, self.cache, self.stop_ids, self.deliver = model, cache, stop_ids, deliver
+        self.max_queue, self.step_seconds = max_queue, step_seconds
+        self.engine = Engine(model, cache)
+        self.prefixes = Prefixes(cache, prefix_bytes)
+        # A reply's state is kept for the next prompt, unless that would keep the engine from launching steps ahead.
+        self.keeps = prefix_bytes > 0 and self.engine.state_bytes * cache.slots <= SAVED
+        self.jobs: dict[Request, Job] = {}  # those that run
+        self.waiting: deque[Job] = deque()
+        self.changed = threading.Condition()
+        self.closing = self.idle = False
+        self.beat = time.monotonic()
+        self.turn = self.failures = 0
+        self.piece = cache.chunk  # the longest piece of a prompt; less after memory ran out
+        self.counts: Counter[str] = Counter()
+        self.aborts: Counter[str] = Counter()
+        self.first_token, self.between_tokens = Histogram(), Histogram()
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def close(self) -> None:
+        """Let the thread end after its present step."""
+        with self.changed:
+            self.closing = True
+            self.changed.notify()
+
+    def submit(self, job: Job) -> None:
+        """A job joins the line, or is refused at once."""
+        with self.changed:
+            if self.trouble is not None:
+                raise Unwell(self.trouble)
+            if len(self.waiting) >= self.max_queue + self.cache.slots - len(self.jobs):
+                raise QueueFull("too many requests are waiting already")
+            self.waiting.append(job)
+            self.changed.notify()
+
+    def cancel(self, job: Job, reason: str) -> None:
+        """The job ends before the next step, without another piece. Of one that has ended nothing changes."""
+        with self.changed:
+            job.cancelled = job.cancelled or reason
+            if job in self.waiting:
+                self.waiting.remove(job)
+                self.aborts[reason] += 1
+
+    @property
+    def trouble(self) -> str | None:
+        """What is wrong with the engine thread; None while it is well."""
+        if not self.thread.is_alive():
+            return "the engine has stopped"
+        if not self.idle and time.monotonic() - self.beat > self.step_seconds:
+            return "the engine does not answer"
+        return None
+
+    @property
+    def running(self) -> int:
+        return len(self.jobs)
+
+    def _run(self) -> None:
+        try:
+            while not self.closing:
+                with self.changed:
+                    self.idle = not (self.jobs or self.waiting)
+                    if self.idle and not self.closing:
+                        self.changed.wait()
+                    self.beat, self.idle = time.monotonic(), False
+                self._drop_cancelled()
+                self._admit()
+                if self.jobs:
+                    self._step()
+        except Exception:
+            log.exception("the engine thread ends")
+
+    def _drop_cancelled(self) -> None:
+        for request, job in list(self.jobs.items()):
+            if job.cancelled:
+                self.engine.cancel(request, job.cancelled)
+                self.aborts[job.cancelled] += 1
+                del self.jobs[request]
+
+    def _admit(self) -> None:
+        """Waiting jobs take the free slots, each with as much of its text as is known already."""
+        free = self.engine.free[::-1]  # the engine takes them in this order
+        while free:
+            with self.changed:
+                if not self.waiting:
+                    return
+                job = self.waiting.popleft()
+                self.jobs[job.request] = job
+            slot, request = free.pop(0), job.request
+            found = self.prefixes.find(job.owner, request.prompt)
+            if found.node is not None and found.length >= WORTH:
+                self.prefixes.restore(found, slot)
+                request.computed = job.reused = found.length
+            else:
+                self.cache.reset(slot)
+            job.fork = found.fork
+            request.goes_on, request.keeps = True, self.keeps
+            self._pause(job)
+            self.engine.submit(request)
+            self.counts["prompt_tokens"] += len(request.prompt)
+            self.counts["prefix_cache_hit_tokens"] += job.reused
+
+    def _pause(self, job: Job) -> None:
+        """Where the next piece of a prompt ends: at the next place whose state may serve again."""
+        computed, total = job.request.computed, len(job.request.prompt)
+        places = {computed + self.piece}
+        if self.prefixes.budget:
+            stride = self.prefixes.stride
+            places |= {place for place in (job.fork, job.stable) if place >= max(WORTH, computed + 1)}
+            places.add((computed // stride + 1) * stride)
+        job.request.pause = min(total, *places)
+
+    def _order(self) -> None:
+        """Whose prompt gets the next step: by turns the one with least left, so that short ones pass long ones, and
+        the oldest, so that long ones end too."""
+        reading = [one for one in self.engine.running if one.computed < len(one.prompt)]
+        if not reading:
+            return
+        self.turn += 1
+        if self.turn % 2 and len(reading) > 1:
+            first = min(reading, key=lambda one: len(one.prompt) - one.computed)
+            self.engine.running.remove(first)
+            self.engine.running.insert(0, first)
+            reading = [first]
+        self._pause(self.jobs[reading[0]])
+
+    def _step(self) -> None:
+        self._order()
+        before = {request: request.computed for request in self.jobs}
+        try:
+            made = self.engine.step()
+        except Exception as error:
+            self._recover(error)
+            return
+        self.failures = 0
+        for request, computed in before.items():
+            if computed < request.computed < len(request.prompt):
+                self._save(self.jobs[request], request.prompt[: request.computed])
+        pieces = [(self.jobs[one.request], self._piece(self.jobs[one.request], one)) for one in made]
+        for job, piece in pieces:
+            if piece.finish_reason is not None or piece.error is not None:
+                self._leave(job, piece)
+        if pieces:
+            self.deliver(pieces)
+
+    def _save(self, job: Job, ids: list[int]) -> None:
+        """What is kept is a convenience: where it does not fit, there is none."""
+        slot = job.request.slot
+        if slot is None or self.cache.lengths[slot] != len(ids):
+            return
+        try:
+            self.prefixes.save(job.owner, ids, slot)
+        except (MemoryError, RuntimeError):  # torch's allocator raises either
+            log.warning("no memory for the beginnings of prompts: they are forgotten")
+            self.prefixes.clear()
+
+    def _leave(self, job: Job, piece: Piece) -> None:
+        request = job.request
+        if request.finish_reason is None:
+            self.engine.cancel(request, piece.finish_reason or "error")
+        if piece.error is not None:
+            self.aborts["error"] += 1
+        elif request.keeps:
+            self._save(job, [*request.prompt, *request.made[:-1]])
+        del self.jobs[request]
+
+    def _piece(self, job: Job, made: Made) -> Piece:
+        """What a token adds to a reply. What fails here fails for this job alone."""
+        now = time.monotonic()
+        (self.between_tokens if job.last else self.first_token).observe(now - (job.last or job.begun))
+        job.last = now
+        job.made += 1
+        self.counts["generation_tokens"] += 1
+        try:
+            return self._decoded(job, made)
+        except GrammarError as error:
+            return Piece(error=str(error), theirs=True)
+        except Exception:
+            log.exception("a reply cannot be decoded")
+            return Piece(error="the reply could not be decoded")
+
+    def _decoded(self, job: Job, made: Made) -> Piece:
+        request, piece = job.request, Piece()
+        if job.error:
+            return Piece(error=job.error, theirs=True)
+        if job.logprobs is not None:
+            found = logprobs(made.logits[None], torch.tensor([made.id], device=made.logits.device), job.logprobs)
+            piece.token = told(made.id, found)
+        text = "" if made.id in self.stop_ids else job.decoder.push(made.id)
+        ended = request.finish_reason
+        if job.constraint is not None:
+            job.constraint.push(made.id, thinking=job.reply is not None and job.reply.state == "reasoning")
+            ended = ended or ("stop" if job.constraint.complete else None)
+        if job.decoder.stopped is not None:
+            ended = "stop"
+        if ended is not None:
+            text += job.decoder.finish()
+        if job.reply is None:
+            piece.events = [Event("text", text)] if text else []
+        else:
+            piece.events = [*job.reply.push(text), *(job.reply.finish() if ended is not None else [])]
+        piece.events, job.early = [*job.early, *piece.events], []
+        piece.finish_reason = ended
+        return piece
+
+    def _recover(self, error: Exception) -> None:
+        """A step failed: states may be half written. Its requests end, the others go on with an engine made anew."""
+        memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        log.error("a step failed", exc_info=error)
+        self.failures += 1
+        if memory:
+            self.prefixes.clear()
+            self.piece = max(self.piece // 2, 1)
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()
+        self.engine = Engine(self.model, self.cache)
+        again = [
+            job for job in self.jobs.values() if memory and self.failures == 1 and not job.request.params.penalised
+        ]
+        ended = [job for job in self.jobs.values() if job not in again]
+        said = "the machine has no memory left for this request" if memory else "the engine failed on this request"
+        self.aborts["error"] += len(ended)
+        with self.changed:
+            self.jobs.clear()
+            for job in reversed(again):
+                job.request = resumed(job.request)
+                self.waiting.appendleft(job)
+        self.deliver([(job, Piece(error=said)) for job in ended])
+        if self.failures >= FAILURES:
+            raise error

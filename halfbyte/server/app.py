@@ -1,0 +1,233 @@
+"""The routes. Each reads its body, makes a wish of it, and answers with what the scheduler delivers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .. import metrics
+from . import schema
+from .answers import Answer, ChatAnswer, CompletionAnswer
+from .body import read_json
+from .fields import Fields
+from .gate import Gate
+from .refusals import Refused, wrong
+from .schema import Wish
+from .service import Service
+from .streams import EventStream, whole
+
+log = logging.getLogger("halfbyte.server")
+WATCH_SECONDS = 0.25
+Labels = metrics.Labels
+
+
+class Counted:
+    """Counts and logs every request: its route, status and time; nothing of what was said."""
+
+    def __init__(self, app: ASGIApp, counts: Counter[Labels], routes: frozenset[str]) -> None:
+        self.app, self.counts, self.routes = app, counts, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun, status = time.monotonic(), 499
+        scope["request_id"] = secrets.token_hex(8)
+        route = scope["path"] if scope["path"] in self.routes else "other"
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message.setdefault("headers", []).append((b"x-request-id", scope["request_id"].encode()))
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self.counts[(("route", route), ("code", str(status)))] += 1
+            log.info("%s %s %d %.3f s", scope["request_id"], route, status, time.monotonic() - begun)
+
+
+class Api:
+    def __init__(self, service: Service) -> None:
+        self.service, self.settings = service, service.settings
+        self.name = service.described.names[0]
+        self.started = int(time.time())
+        self.requests: Counter[Labels] = Counter()
+
+    async def chat(self, request: Request) -> Any:
+        wish = schema.chat(await self._body(request), self.service.described, self.settings)
+        return await self._answer(request, wish, ChatAnswer)
+
+    async def completions(self, request: Request) -> Any:
+        wish = schema.completion(await self._body(request), self.service.described, self.settings)
+        return await self._answer(request, wish, CompletionAnswer)
+
+    async def _body(self, request: Request) -> Any:
+        if self.service.draining:
+            raise Refused(503, "The server is shutting down.", code="shutting_down")
+        return await read_json(request, self.settings)
+
+    async def _answer(self, request: Request, wish: Wish, kind: type[Answer]) -> Any:
+        service = self.service
+        jobs = await service.jobs(wish, request.scope["owner"])
+        ticket = service.desk.submit(jobs)
+        answer = kind(self.name, service.tokenizer, wish.include_usage)
+        if wish.stream:
+            return EventStream(service.desk, ticket, answer, self.settings.ping_seconds)
+        return JSONResponse(await whole(service.desk, ticket, answer, request.receive))
+
+    async def models(self, request: Request) -> Response:
+        described = [self._model(name) for name in self.service.described.names]
+        wanted = request.path_params.get("name")
+        if wanted is None:
+            return JSONResponse({"object": "list", "data": described})
+        for one in described:
+            if one["id"] == wanted:
+                return JSONResponse(one)
+        raise Refused(404, "There is no such model here.", "model", "model_not_found")
+
+    def _model(self, name: str) -> dict[str, Any]:
+        known = {"id": name, "object": "model", "created": self.started, "owned_by": "halfbyte"}
+        return {**known, "max_model_len": self.service.described.context}
+
+    async def tokenize(self, request: Request) -> Response:
+        """Of a text ("prompt", or "content" as llama.cpp has it), or of messages through the template."""
+        service, given = self.service, Fields(await self._body(request))
+        if given.get("messages") is not None:
+            wish = schema.chat(given.given, service.described, self.settings)
+            ids = (await asyncio.to_thread(service.conversation, wish))[0][0]
+        else:
+            name = "prompt" if given.get("prompt") is not None else "content"
+            text = given.text(name, self.settings.prompt_bytes(service.described.context))
+            if text is None:
+                raise wrong("prompt", "a text")
+            special = given.flag("add_special_tokens", given.flag("add_special"))
+            ids = await asyncio.to_thread(service.tokenizer.prompt_ids if special else service.tokenizer.encode, text)
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.described.context})
+
+    async def detokenize(self, request: Request) -> Response:
+        given = Fields(await self._body(request))
+        ids = schema.ids(given.get("tokens"), "tokens", self.service.described) if given.get("tokens") != [] else []
+        text = await asyncio.to_thread(self.service.tokenizer.decode, ids)
+        return JSONResponse({"prompt": text, "content": text})
+
+    async def health(self, request: Request) -> Response:
+        """Whether the process should live."""
+        trouble = self.service.scheduler.trouble
+        return JSONResponse({"status": "ok" if trouble is None else trouble}, 200 if trouble is None else 503)
+
+    async def ready(self, request: Request) -> Response:
+        """Whether it should be sent more work."""
+        scheduler = self.service.scheduler
+        full = len(scheduler.waiting) >= scheduler.max_queue
+        why = scheduler.trouble or ("shutting down" if self.service.draining else "the queue is full" if full else None)
+        return JSONResponse({"status": why or "ready"}, 200 if why is None else 503)
+
+    async def numbers(self, request: Request) -> Response:
+        return PlainTextResponse(metrics.text(self._numbers()), media_type="text/plain; version=0.0.4")
+
+    def _numbers(self) -> dict[str, tuple[str, metrics.Value]]:
+        scheduler, counts = self.service.scheduler, self.service.scheduler.counts
+        aborts: dict[Labels, float] = {(("reason", reason),): count for reason, count in scheduler.aborts.items()}
+        return {
+            "requests_total": ("Requests by route and status.", self.requests),
+            "requests_running": ("Replies that are being computed.", scheduler.running),
+            "requests_waiting": ("Replies that wait for a slot.", len(scheduler.waiting)),
+            "prompt_tokens_total": ("Tokens of prompts, kept ones too.", counts["prompt_tokens"]),
+            "generation_tokens_total": ("Tokens of replies.", counts["generation_tokens"]),
+            "time_to_first_token_seconds": ("From joining the line to the first token.", scheduler.first_token),
+            "inter_token_seconds": ("Between two tokens of a reply.", scheduler.between_tokens),
+            "kv_bytes": ("Memory of all slots.", self.service.cache.nbytes),
+            "prefix_cache_bytes": ("Memory of the beginnings of prompts.", scheduler.prefixes.held),
+            "prefix_cache_hit_tokens_total": ("Tokens of prompts not computed.", counts["prefix_cache_hit_tokens"]),
+            "aborts_total": ("Replies that ended before their time.", aborts),
+            "engine_up": ("1 while the engine answers.", int(scheduler.trouble is None)),
+        }
+
+
+def create(
+    service: Service, *, keys: list[str], hosts: list[str], origins: list[str], fatal: Callable[[], None]
+) -> ASGIApp:
+    """The application. `fatal` is called once when the engine has died or hangs, after every client was told."""
+    api = Api(service)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        service.desk.loop = asyncio.get_running_loop()
+        service.scheduler.start()
+        watcher = asyncio.create_task(watch(service, fatal))
+        yield
+        watcher.cancel()
+        service.scheduler.close()
+
+    routes = [
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{name:path}", api.models),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/health", api.health),
+        Route("/ready", api.ready),
+        Route("/metrics", api.numbers),
+    ]
+    middleware = [Middleware(Counted, counts=api.requests, routes=frozenset(route.path for route in routes))]
+    if origins:
+        allowed = ["Authorization", "Content-Type", "X-API-Key"]
+        middleware.append(
+            Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=allowed)
+        )
+    middleware.append(Middleware(Gate, settings=service.settings, keys=keys, hosts=hosts, origins=origins))
+    handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
+        Refused: _refused, HTTPException: _http_error, Exception: _failed,
+    }  # fmt: skip
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
+
+
+async def watch(service: Service, fatal: Callable[[], None]) -> None:
+    """Tell the clients when the engine cannot, each time that it falls silent."""
+    told = None
+    while True:
+        trouble = service.scheduler.trouble
+        if trouble is not None and told is None:
+            log.critical("%s: every request is answered with 503", trouble)
+            service.desk.fail_all(trouble)
+            fatal()
+        told = trouble
+        await asyncio.sleep(WATCH_SECONDS)
+
+
+async def _refused(request: Request, refused: Refused) -> Response:
+    return refused.response
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    said = {404: "There is no such route.", 405: "This route takes another method."}.get(error.status_code, "Refused.")
+    return Refused(error.status_code, said).response
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """The client gets an id to quote; what went wrong stands in the log under it."""
+    id = request.scope.get("request_id", "")
+    log.error("request %s failed", id)
+    return Refused(500, f"The server failed; its log has this as request {id}.", code="internal_error").response

@@ -1,0 +1,165 @@
+"""From a wish to jobs: the work that is done before a request may join the line, off the loop's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from ..cache import Cache, bytes_of
+from ..chat import Tokenizer
+from ..engine import Processor, Request
+from ..errors import NotEnoughMemory, size
+from ..grammar import Constraint, GrammarError, Grammars
+from ..jobs import Job
+from ..memory import available
+from ..models.decoder import Decoder
+from ..prefixes import shared
+from ..scheduler import Scheduler
+from ..text.reply import Event, Reply
+from ..text.template import TemplateError
+from . import tools
+from .refusals import Refused
+from .schema import Model, Wish, full
+from .settings import Settings
+from .streams import Desk
+
+CACHE_SHARE = 0.1  # of memory, for the beginnings of prompts
+SMALLEST = 256  # tokens: a context below this serves nobody
+
+
+class Service:
+    """A model that is served: everything that requests share."""
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, names: Sequence[str], settings: Settings) -> None:
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        free = available(model.device)
+        budget = settings.prompt_cache_bytes if settings.prompt_cache_bytes >= 0 else int(free * CACHE_SHARE)
+        self.cache = new_cache(model, settings, free - budget)
+        self.described = Model(tuple(names), self.cache.capacity, model.vocabulary, tokenizer.generation_config)
+        self.grammars = Grammars(tokenizer, model.vocabulary)
+        self.desk = Desk(settings.stream_buffer_kb * 1000)
+        self.scheduler = self.desk.scheduler = Scheduler(
+            model, self.cache, tokenizer.eos_ids, self.desk.deliver,
+            max_queue=settings.max_queue, prefix_bytes=budget, step_seconds=settings.step_seconds,
+        )  # fmt: skip
+        self.draining = False
+
+    async def jobs(self, wish: Wish, owner: bytes) -> list[Job]:
+        """The jobs of a wish, or a refusal: texts rendered and tokenised, schemas compiled."""
+        constraint = await self._compiled(wish)
+        prepared = await asyncio.to_thread(self.conversation if wish.messages else self.texts, wish)
+        made = []
+        for prompt, stable, opening in prepared:
+            if len(prompt) >= self.cache.capacity:
+                raise full(len(prompt), self.cache.capacity)
+            made += [self._job(wish, owner, number, prompt, stable, opening, constraint) for number in range(wish.n)]
+        return made
+
+    async def _compiled(self, wish: Wish) -> Constraint | None:
+        def compile() -> Constraint | None:
+            for tool in wish.tools:
+                self.grammars.check_schema(tool["function"].get("parameters") or {})
+            return self.grammars.constraint(*wish.form) if wish.form is not None else None
+
+        if not wish.tools and wish.form is None:
+            return None
+        try:
+            async with asyncio.timeout(self.settings.schema_seconds):
+                return await asyncio.to_thread(compile)
+        except GrammarError as error:
+            param = "response_format" if wish.form is not None else "tools"
+            raise Refused(400, f"A schema or grammar cannot be followed: {error}", param, "invalid_schema") from None
+        except TimeoutError:
+            raise Refused(400, "A schema takes too long to compile.", "response_format", "invalid_schema") from None
+
+    def texts(self, wish: Wish) -> list[tuple[list[int], int, str]]:
+        encode = self.tokenizer.prompt_ids
+        texts = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in wish.prompts]
+        return [(ids, 0, "") for ids in texts]
+
+    def conversation(self, wish: Wish) -> list[tuple[list[int], int, str]]:
+        """The ids of a conversation, how many of them the next one will share, and a call that is begun for it."""
+        given = {"tools": wish.tools or None, **wish.template_args}
+        try:
+            ids = self.tokenizer.chat_ids(wish.messages, **given)
+            before = self.tokenizer.chat_ids(wish.messages, add_generation_prompt=False, **given)
+        except TemplateError as error:
+            raise Refused(400, str(error), "messages", "template_failed") from None
+        stable = shared(ids, before)
+        if wish.forced is None:
+            return [(ids, stable, "")]
+        opening = tools.opening(self.tokenizer.syntax, wish.forced)
+        if self.tokenizer.reply(ids).state == "reasoning":
+            opening = f"{self.tokenizer.syntax.think[1]}\n\n{opening}"
+        return [([*ids, *self.tokenizer.encode(opening, special=True)], stable, opening)]
+
+    def _job(
+        self,
+        wish: Wish,
+        owner: bytes,
+        number: int,
+        prompt: list[int],
+        stable: int,
+        opening: str,
+        form: Constraint | None,
+    ) -> Job:
+        seed = secrets.randbits(62) if wish.params.seed is None else wish.params.seed
+        params = replace(wish.params, seed=seed + number if seed + number < 1 << 63 else seed - number)
+        room = min(wish.max_tokens, self.cache.capacity - len(prompt))
+        reply, early = self._reply(wish, prompt, opening)
+        told = wish.logprobs is not None
+        job = Job(
+            Request(prompt, room, params, self.tokenizer.eos_ids, wants_logits=told), owner,
+            self.tokenizer.decoder(wish.stop), reply, form.copy() if form else None, wish.logprobs, stable,
+            prompt=prompt, early=early,
+        )  # fmt: skip
+        if job.constraint is not None:
+            job.constraint.active = reply is None or reply.state != "reasoning"
+            job.request.processors = [guarded(job, job.constraint)]
+        return job
+
+    def _reply(self, wish: Wish, prompt: list[int], opening: str) -> tuple[Reply | None, list[Event]]:
+        if not wish.messages:
+            return None, []
+        if not opening:
+            return self.tokenizer.reply(prompt, wish.tools or None), []
+        reply = Reply(
+            self.tokenizer.syntax, wish.tools, thinking=opening.startswith(self.tokenizer.syntax.think[1] or "\0")
+        )
+        return reply, reply.push(opening)
+
+
+def guarded(job: Job, constraint: Constraint) -> Processor:
+    """A constraint as the engine calls it. Should it fail, the job ends, and the others of the step go on."""
+
+    def mask(ids: Tensor, logits: Tensor) -> Tensor:
+        try:
+            return constraint.mask(logits)
+        except GrammarError as error:
+            job.error = str(error)
+            return logits
+
+    return mask
+
+
+def new_cache(model: Decoder, settings: Settings, free: int) -> Cache:
+    """Room for every slot, now: as much of the model's context as memory has, so that nothing runs out later."""
+    slots, wanted = settings.max_concurrency, min(model.context, settings.max_context or model.context)
+    chunk = model.new_cache(0).chunk
+
+    def need(tokens: int) -> int:
+        return bytes_of(model.kept, slots, tokens, chunk, model.dtype)
+
+    tokens = wanted
+    while tokens >= SMALLEST and need(tokens) > free:
+        tokens = tokens * 7 // 8
+    if need(tokens) > free or (settings.max_context and tokens < wanted):
+        raise NotEnoughMemory(
+            f"{slots} requests of {wanted} tokens need {size(need(wanted))} on {model.device}, and {size(free)} are "
+            "free there. Give a smaller --max-concurrency or --max-context."
+        )
+    return model.new_cache(slots, tokens)

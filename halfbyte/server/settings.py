@@ -1,0 +1,55 @@
+"""Every setting and limit of the server, once. Each is a flag of `halfbyte serve` of the same name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def limit(default: Any, help: str, metavar: str = "N") -> Any:
+    return field(default=default, metadata={"help": help, "metavar": metavar})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Beyond a limit a request is refused, before memory or time is spent on it."""
+
+    max_concurrency: int = limit(32, "requests that are answered at a time")
+    max_queue: int = limit(1024, "requests that may wait; more get 429")
+    max_connections: int = limit(1024, "open connections; more get 503")
+    max_context: int = limit(0, "tokens of a prompt and its reply; 0: the model's context, as far as memory goes")
+    prompt_cache_bytes: int = limit(-1, "of the beginnings of prompts that are kept; -1: a tenth of memory", "BYTES")
+    max_body_mb: float = limit(8.0, "of a request", "MB")
+    max_json_depth: int = limit(64, "levels of a request's JSON")
+    max_header_kb: int = limit(64, "of a request's headers", "KB")
+    max_headers: int = limit(100, "lines of a request's headers")
+    header_seconds: float = limit(
+        10.0, "a client may take to send its headers, and again for each part of its body", "S"
+    )
+    max_tokens_default: int = limit(1024, "of a reply that asks for no number")
+    max_n: int = limit(8, "replies that one request may ask for, over all its prompts")
+    max_tools: int = limit(128, "tools of a request")
+    max_schema_kb: int = limit(64, "of a schema or a grammar, and of a tool", "KB")
+    schema_seconds: float = limit(2.0, "of compiling a schema or a grammar", "S")
+    max_messages: int = limit(4096, "of a conversation")
+    max_parts: int = limit(256, "of one message")
+    stream_buffer_kb: int = limit(1024, "of a reply that its reader has not taken", "KB")
+    slow_reader_seconds: float = limit(60.0, "a reader may take nothing, then it is dropped", "S")
+    ping_seconds: float = limit(15.0, "of silence in a stream, then a comment keeps it alive", "S")
+    step_seconds: float = limit(60.0, "of one step of the engine; longer is hung", "S")
+    drain_seconds: float = limit(30.0, "that replies under way are given to end after SIGTERM", "S")
+
+    @property
+    def body_bytes(self) -> int:
+        return int(self.max_body_mb * 1e6)
+
+    def prompt_bytes(self, context: int) -> int:
+        """No text of more bytes can be a prompt: it is not even tokenised."""
+        return min(self.body_bytes, 16 * context)
+
+    @classmethod
+    def flags(cls) -> list[tuple[str, type, Any, str, str]]:
+        """Name, type, default, metavar and help of each."""
+        kinds = {"int": int, "float": float}
+        return [(one.name, kinds[str(one.type)], one.default, one.metadata["metavar"], one.metadata["help"])
+                for one in fields(cls)]  # fmt: skip

@@ -1,0 +1,84 @@
+"""Every limit of the server is a flag, and does what it says: one server process with small ones."""
+
+import json
+import socket
+
+import pytest
+from serving import CHAT, COMPLETIONS, error, serving
+
+from halfbyte.cli import parser
+from halfbyte.server.settings import Settings
+
+SMALL = {
+    "max_body_mb": 0.02, "max_json_depth": 6, "max_header_kb": 4, "max_headers": 20, "max_tokens_default": 3,
+    "max_n": 2, "max_tools": 1, "max_schema_kb": 1, "max_messages": 2, "max_parts": 1, "max_concurrency": 2,
+    "max_context": 400, "max_connections": 6, "prompt_cache_bytes": 0,
+}  # fmt: skip
+# Those of time and of lines are held in test_server_faults.py and test_server_load.py.
+ELSEWHERE = {
+    "max_queue", "header_seconds", "schema_seconds", "stream_buffer_kb", "slow_reader_seconds", "ping_seconds",
+    "step_seconds", "drain_seconds",
+}  # fmt: skip
+HI = {"role": "user", "content": "Hi"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    with serving(tmp_path_factory.mktemp("server"), *flags) as running:
+        yield running
+
+
+def test_every_setting_is_a_flag_and_has_a_test():
+    assert {name for name, *_ in Settings.flags()} == SMALL.keys() | ELSEWHERE
+    args = parser().parse_args(["serve"])
+    assert Settings(**{name: getattr(args, name) for name, *_ in Settings.flags()}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [HI] * 3}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 2}]}, "messages[0].content"),
+        ({"messages": [HI], "tools": [TOOL] * 2}, "tools"),
+        ({"messages": [HI], "tools": [{**TOOL, "description": "x" * 1000}]}, "tools[0]"),
+        ({"messages": [HI], "grammar": "x" * 1001}, "grammar"),
+        ({"messages": [HI], "n": 3}, "n"),
+        ({"messages": [{**HI, "content": [[[[[1]]]]]}]}, None),
+    ],
+    ids=["messages", "parts", "tools", "tool", "grammar", "n", "depth"],
+)  # fmt: skip
+def test_small_limits_of_requests(server, body, param):
+    response = server.post(CHAT, body)
+    assert response.status_code == 400 and error(response)["param"] == param
+
+
+def test_small_limits_of_size(server):
+    assert server.http.post(CHAT, content=json.dumps({"messages": [HI], "user": "x" * 20_000})).status_code == 413
+    text = "word " * 1300  # of bytes: 16 for each token of the context
+    assert server.post(COMPLETIONS, {"prompt": text}).status_code == 413
+    assert error(server.post(COMPLETIONS, {"prompt": [5] * 400}))["code"] == "context_length_exceeded"
+    lines = {f"x-{i}": "1" for i in range(20)}
+    assert server.http.get("/health", headers=lines).status_code == 431
+    assert b" 400 " in server.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 20_000, 5)[:20]
+
+
+def test_a_reply_has_its_default_length(server):
+    body = {"messages": [HI], "logit_bias": {"0": -100, "2": -100}}
+    assert server.post(CHAT, body).json()["usage"]["completion_tokens"] == 3
+
+
+def test_no_cache_keeps_nothing(server):
+    body = {"prompt": [7] * 300, "max_tokens": 1}
+    cached = [
+        server.post(COMPLETIONS, body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)
+    ]
+    assert cached == [0, 0] and server.metric("prefix_cache_bytes") == 0
+
+
+def test_too_many_connections(server):
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(6)]
+    assert b" 503 " in server.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 5)[:20]
+    for sock in idle:
+        sock.close()
