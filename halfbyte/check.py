@@ -33,9 +33,14 @@ def clone(value: Any, floats: torch.dtype | None = None) -> Any:
 
 
 def move(value: Any, device: torch.device | str) -> Any:
-    """An op's arguments on a device, weights included. What is there already is not copied; strides are kept."""
+    """An op's arguments on a device, weights included. What is there already is not copied; strides are kept.
+
+    float64 stays on the CPU where the device is an Apple GPU, which has no such numbers.
+    """
     if isinstance(value, Tensor):
         if value.device == torch.device(device):
+            return value
+        if value.dtype == torch.float64 and torch.device(device).type == "mps":
             return value
         moved = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
         return moved.copy_(value)
@@ -71,6 +76,11 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(getattr(value, field.name))
 
 
+def with_doubles(value: Any) -> Any:
+    """An op's arguments where its body can run in float64: those of an Apple GPU move to the CPU."""
+    return move(value, "cpu") if any(one.device.type == "mps" for one in tensors(value)) else value
+
+
 def outcome(op: Callable[..., Any], args: Any, kwargs: dict[str, Any], mutates: tuple[str, ...]) -> list[Tensor]:
     """What one call returns, then what it left in the arguments it changes in place."""
     result = op(*args, **kwargs)
@@ -86,9 +96,10 @@ def error_ratio(
     language: str | None = None,
 ) -> float:
     """The error ratio of the kernel that serves these arguments; inf where integers differ or NaNs moved."""
+    given, named = with_doubles((args, kwargs))
     with reference():
-        exact = outcome(op, clone(args, torch.float64), clone(kwargs, torch.float64), mutates)
-        body = outcome(op, clone(args), clone(kwargs), mutates)
+        exact = outcome(op, clone(given, torch.float64), clone(named, torch.float64), mutates)
+        body = outcome(op, clone(given), clone(named), mutates)
     args, kwargs = clone(args), clone(kwargs)
     if language is None:
         kernel = outcome(op, args, kwargs, mutates)

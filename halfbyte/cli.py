@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 from . import __version__
@@ -22,7 +23,8 @@ COMMANDS = (
 SHARED = ("device", "revision", "offline", "json")  # what a command takes that does not say otherwise
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(argv: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Commands that do not occur in `argv` are listed only: what their arguments need is not imported."""
     top = argparse.ArgumentParser(prog="halfbyte", description="Quantised expert models on the machine you have.")
     top.add_argument("--version", action="version", version=f"halfbyte {__version__}")
     commands = top.add_subparsers(required=True, metavar="command", title="commands")
@@ -31,8 +33,9 @@ def parser() -> argparse.ArgumentParser:
         text = module.run.__doc__ or ""
         added = commands.add_parser(name, help=text.split("\n")[0], description=text)
         added.set_defaults(run=module.run, parser=added)
-        module.arguments(added)
-        add_shared(added, getattr(module, "SHARED", SHARED))
+        if name in argv:
+            module.arguments(added)
+            add_shared(added, getattr(module, "SHARED", SHARED))
     return top
 
 
@@ -59,7 +62,8 @@ def joined(argv: list[str]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     try:
         with interrupts():
-            args = parser().parse_args(joined(sys.argv[1:] if argv is None else argv))
+            words = joined(sys.argv[1:] if argv is None else argv)
+            args = parser(words).parse_args(words)
             if os.environ.get("HALFBYTE_WITHOUT"):
                 import_module(".fusion", __package__)  # refuses what it does not know, whatever the command
             status: int = args.run(args)

@@ -17,6 +17,7 @@ from torch import Tensor
 from .cache import Cache, bytes_of
 from .decoding import DecodeStep, Drawn, batch_sizes
 from .models.decoder import Decoder
+from .ops.dispatch import is_deterministic
 from .prefilling import prefill
 from .request import Chooser as Chooser
 from .request import Made as Made
@@ -149,12 +150,16 @@ class Engine:
             self.last.step.go_back(request.slot)
 
     def _chosen(self) -> tuple[list[tuple[int, list[int]]], list[Wanted], list[Request]]:
-        """The work of the next step, whose logits are wanted, and the requests that a token is drawn for."""
+        """The work of the next step, whose logits are wanted, and the requests that a token is drawn for.
+
+        Where bits may not depend on the batch, a prompt's piece has a step of its own: kernels differ with the rows.
+        """
         work: list[tuple[int, list[int]]] = []
         wanted: list[Wanted] = []
         drawing = []
         prompted = False
-        for request in self.running:
+        prompts = [request for request in self.running if request.computed < len(request.prompt)]
+        for request in prompts[:1] if prompts and is_deterministic() else self.running:
             left = len(request.prompt) - request.computed
             if left and prompted:
                 continue

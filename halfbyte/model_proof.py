@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .check import LIMIT, bits, clone, ratio, tensors
+from .check import LIMIT, bits, clone, ratio, tensors, with_doubles
 from .graph import CHANGED
 from .models.decoder import Decoder
 from .ops.dispatch import Entry, reference, watching
@@ -74,14 +74,14 @@ def compared(proof: Proof, entry: Entry) -> Callable[..., Any] | None:
 def run_compared(proof: Proof, entry: Entry, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The kernel's result, after its body has had the same arguments, twice: a kernel may change them."""
     op = getattr(import_module(f".ops.{entry.family}", __package__), entry.op)
-    given = {name: value for name, value in kwargs.items() if name != "out"}
+    given = with_doubles((args, {name: value for name, value in kwargs.items() if name != "out"}))
 
     def outcome(floats: torch.dtype | None) -> list[Tensor]:
-        own = clone(args, floats)
-        return seen(entry.op, op(*own, **clone(given, floats)), own)
+        own, named = clone(given, floats)
+        return seen(entry.op, op(*own, **named), own)
 
     with reference(), watching(lambda entry: None):
-        exact, body = outcome(exact_dtype(args)), outcome(None)
+        exact, body = outcome(torch.float64), outcome(None)
     result = kernel(*args, **kwargs)
     found = seen(entry.op, result, args)
     ratios = [ratio(*three) for three in zip(found, body, exact, strict=True)]
@@ -92,8 +92,3 @@ def run_compared(proof: Proof, entry: Entry, kernel: Callable[..., Any], *args: 
 def seen(op: str, result: Any, args: Any) -> list[Tensor]:
     """What a call returns, then what it left in the argument it changes in place."""
     return [*tensors(result), *tensors([args[CHANGED[op]]] if op in CHANGED else [])]
-
-
-def exact_dtype(args: Any) -> torch.dtype:
-    """Apple's GPUs have no float64."""
-    return torch.float32 if any(one.device.type == "mps" for one in tensors(args)) else torch.float64

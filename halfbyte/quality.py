@@ -45,10 +45,10 @@ def quality(
         window = ids[start : start + context + 1]
         scores = _scores(model, window)
         next_ids = torch.tensor(window[1:], device=scores.device)
-        losses.append(-scores.gather(-1, next_ids[:, None])[:, 0].double().cpu())
+        losses.append(-scores.gather(-1, next_ids[:, None])[:, 0].cpu().double())
         if base is not None:
             truth = _scores(base, window).to(scores.device)
-            distances.append((truth.exp() * (truth - scores)).sum(-1).double().cpu())
+            distances.append((truth.exp() * (truth - scores)).sum(-1).cpu().double())
             agreed += int((truth.argmax(-1) == scores.argmax(-1)).sum())
         progress(index + 1, len(starts))
     each = torch.cat(losses)

@@ -26,7 +26,7 @@ def test_help_is_instant_and_loads_nothing_heavy():
     code = (
         "import sys; from halfbyte.cli import main\n"
         "try: main(['--help'])\n"
-        "finally: print([m for m in ('torch', 'numpy', 'numba', 'triton') if m in sys.modules])"
+        "finally: print([m for m in ('torch', 'numpy', 'numba', 'triton', 'halfbyte.server') if m in sys.modules])"
     )
     times = []
     for _ in range(3):

@@ -15,6 +15,7 @@ SAYS = {  # what each must print
     "convert_and_perplexity": r"original +perplexity +\d.*\n6\.\d bits.*\n3\.\d bits.*\n2\.\d bits.* same guess \d+%",
     "load_and_stream": r"fox.*lantern.*\d+ tokens, \d+ a second; it ended by 'stop'",
     "op_from_torch": r"33\.6 MB of float32 became 5\.2 MB\nqmm ran in (numba|triton)\n",
+    "openai_client": r"fox.*lantern.*\n\n21 tokens of a prompt, \d+ of a reply\n",
     "shared_prompt": r"\d+ shared tokens in .*\nWhere did Toby live\? .*Toby.*\nWho is .* fox.*\nIs there an owl",
 }
 

@@ -15,7 +15,7 @@ STEPS = 4
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_mlx_lm(name):
-    model, wanted = load_model(FOLDER / name, DEVICE), golden(name)
+    model, wanted = load_model(FOLDER / name, DEVICE, "float32"), golden(name)
     tail, steps = wanted["prefill_logits_tail"], wanted["decode_tokens"][:STEPS]
     with using("metal"), trace() as entries:
         got, kept = logits(model, wanted["prompt"])

@@ -4,6 +4,8 @@ Triton's kernels run on a GPU where there is one, else in Triton's interpreter: 
 would take minutes each, and in float16, since the interpreter truncates what it stores as bfloat16.
 """
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ NARROW = {("numba", "cpu"): torch.bfloat16, ("triton", "cuda"): torch.bfloat16, 
 RUNS = [
     pytest.param(case, language, device, dtype, id=f"{case}-{language}-{str(dtype).removeprefix('torch.')}")
     for language, device in (("numba", "cpu"), ("triton", GPU))
+    if find_spec(language)
     for case in CASES
     if case.runs_on(device) and not (case.serving and (language, device) == ("triton", "cpu"))
     for dtype in (torch.float32, NARROW[language, device])

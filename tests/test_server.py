@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -11,6 +12,8 @@ import pytest
 from serving import CHAT, COMPLETIONS, ROOT, error, events, serving
 
 import halfbyte
+from halfbyte.cli import main
+from halfbyte.commands.serve import PACKAGES, greeting
 from halfbyte.server import tools
 from halfbyte.text.reply import Reply, syntax
 
@@ -320,6 +323,22 @@ def test_a_known_beginning_is_told(server):
 def test_the_greeting_can_be_copied(server):
     assert f"curl {server.address}{CHAT} -H 'Authorization: Bearer KEY'" in server.log
     assert KEY not in server.log and f'base_url="{server.address}/v1"' in server.log
+    assert greeting("http://127.0.0.1:8080", "tiny", guarded=False) in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("hidden", [PACKAGES, PACKAGES[-1:]], ids=", ".join)
+def test_a_missing_extra_is_said(hidden, capsys, monkeypatch):
+    for name in hidden:
+        monkeypatch.setitem(sys.modules, name, None)  # Python then finds no such package
+    with pytest.raises(SystemExit) as stopped:
+        main(["serve"])
+    assert stopped.value.code == 2
+    assert f"{', '.join(hidden)} must be installed to serve: pip install 'halfbyte[serve]'" in capsys.readouterr().err
+
+
+def test_the_command_asks_for_what_the_extra_has():
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["serve"]
+    assert [line.split(">")[0] for line in extra] == [*PACKAGES]
 
 
 def test_the_command_is_light():

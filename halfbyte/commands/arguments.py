@@ -103,17 +103,18 @@ def require_device(args: argparse.Namespace) -> None:
         args.parser.error("argument --device: torch finds no CUDA GPU here; `halfbyte doctor` says what there is")
     if args.device == "mps" and not torch.backends.mps.is_available():
         args.parser.error("argument --device: torch finds no Apple GPU here; `halfbyte doctor` says what there is")
+    if getattr(args, "deterministic", False):
+        from ..ops.dispatch import make_deterministic
+
+        make_deterministic()
 
 
 def loaded(name: str, args: argparse.Namespace, load: Load = "read") -> tuple[Decoder, Tokenizer]:
     """A model that a command was given, and its tokenizer: fetched, loaded and compiled, as far as that is needed."""
     from .. import loading
     from ..compilation import compile_kernels
-    from ..ops.dispatch import make_deterministic
 
     require_device(args)
-    if getattr(args, "deterministic", False):
-        make_deterministic()
     folder = located(name, args)
     model, tokenizer = loading.load(folder, args.device, args.dtype, load=load, progress=bar(f"loading {name}"))
     compile_kernels(model, kernels(model.device.type))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import size
 from ..progress import bar, counter, kernels, passing, say
-from .arguments import DEFAULT_MODEL, require_device
+from .arguments import DEFAULT_MODEL, add_deterministic, require_device
 from .explaining import new_table, show_steps
 from .numbers import at_least_one, counts, pair, seconds, whole
 from .pull import located
@@ -57,6 +57,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of tests: the calls of one decode step (-d, -b), what each is fused from, moves, computes, takes",
     )  # fmt: skip
     parser.add_argument("-v", "--verbose", action="store_true", help="with --explain: a line for every call")
+    add_deterministic(parser)
     parser.add_argument("--no-warmup", action="store_true", help="let the first turn count, too")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
     parser.add_argument("-o", "--output", choices=FORMS, default="md", help="(default: md)")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import platform
-from importlib import metadata
 from typing import Any
 
 from ..errors import size
 from .terminal import show
 
 PACKAGES = ("torch", "numpy", "numba", "triton", "safetensors", "tokenizers", "jinja2", "huggingface_hub")
+METAL = "its kernels are executed and race-checked on a CPU, not yet timed on Apple hardware"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +76,8 @@ def fusions(names: list[str], left_out: list[str]) -> str:
 
 
 def version(name: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -98,8 +100,10 @@ def mps() -> str:
     import torch
 
     if platform.system() != "Darwin":
-        return "no: not a Mac"
-    return "yes" if torch.backends.mps.is_available() else "no: macOS 12.3 and an Apple GPU are needed"
+        return f"no: not a Mac; {METAL}"
+    if not torch.backends.mps.is_available():
+        return f"no: macOS 14 and an Apple GPU are needed; {METAL}"
+    return f"yes; {METAL}"
 
 
 def cpu() -> str:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import logging
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import size
-from ..server.settings import Settings
 from . import arguments as shared
 from .numbers import whole
 
 SHARED = ("device", "revision", "offline")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-HELLO = "Why is the sky blue?"
+PACKAGES = ("starlette", "uvicorn", "h11", "llguidance")  # the extra `serve`
+HELLO = "Tell me a story about a fox."
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    from ..server.settings import Settings
+
     parser.add_argument(
         "model", nargs="?", default=shared.DEFAULT_MODEL,
         help=f"folder of an MLX checkpoint, or owner/name on the hub (default: {shared.DEFAULT_MODEL}, of the package)",
@@ -49,12 +51,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve a model over HTTP, as OpenAI's API. Ctrl-C or SIGTERM lets replies under way end first."""
-    try:
-        from ..server import app as application
-        from ..server import process
-        from ..server.service import Service
-    except ImportError as error:
-        args.parser.error(f"{error.name} is missing: pip install 'halfbyte[serve]'")
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        args.parser.error(f"{', '.join(missing)} must be installed to serve: pip install 'halfbyte[serve]'")
+    import logging
+
+    from ..server import app as application
+    from ..server import process
+    from ..server.service import Service
+    from ..server.settings import Settings
+
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = Settings(**{name: getattr(args, name) for name, *_ in Settings.flags()})
     keys = read_keys(args)

@@ -70,7 +70,8 @@ def read(
             rotary, inv_freq = D, inv_freq / said.number("factor", 1e-3, default=1.0)
         case _:
             said.refuse("rope_type", f"{kind!r} is not implemented; default, linear, yarn and proportional are")
-    return Rope(inv_freq.to(device), rotary=rotary, interleaved=interleaved, scale=scale)
+    home = torch.device("cpu") if device.type == "mps" else device  # an Apple GPU has no float64: see rope
+    return Rope(inv_freq.to(home), rotary=rotary, interleaved=interleaved, scale=scale)
 
 
 def frequencies(theta: float, rotary: int) -> Tensor:

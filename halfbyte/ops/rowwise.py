@@ -204,10 +204,13 @@ def rope(
     The first `rotary` channels (all, by default) are rotated, the others copied. Pairs are (i, i + rotary/2), or
     (2i, 2i + 1) when `interleaved`. inv_freq is data: plain, proportional (zeros leave a pair alone) or YaRN tables,
     float64 or float32 as given. The angle is formed and reduced in float64, cos and sin are float32: at position one
-    million a float32 angle would be off by 1e-2. `out` may be x.
+    million a float32 angle would be off by 1e-2. An Apple GPU has no float64: beside an x that lies there, a table of
+    float64 lies on the CPU. `out` may be x.
     """
     require(isinstance(x, Tensor), "rope", "x", "a tensor", x)
-    require_floats("rope", x.device, x=x, inv_freq=inv_freq)
+    apart = x.device.type == "mps" and isinstance(inv_freq, Tensor) and inv_freq.dtype == torch.float64
+    require_floats("rope", x.device, x=x, inv_freq=None if apart else inv_freq)
+    require(not apart or inv_freq.device.type == "cpu", "rope", "inv_freq", "on the CPU where it is float64", inv_freq)
     require(x.ndim >= 3 and x.shape[-1] > 0, "rope", "x", "[..., T, H, D] with D > 0", x)
     rotary = x.shape[-1] if rotary is None else rotary
     require(0 < rotary <= x.shape[-1] and rotary % 2 == 0, "rope", "rotary", "even, above 0 and at most D", rotary, x)
@@ -221,9 +224,11 @@ def rope(
     require_out("rope", out, x.shape, x.dtype, x.device)
     if found := kernel("rowwise", "rope", x):
         return found(x, positions, inv_freq, rotary=rotary, interleaved=interleaved, scale=scale, out=out)  # type: ignore[no-any-return]
-    angle = torch.remainder(positions.double()[..., None] * inv_freq.double(), 2 * torch.pi)[..., None, :]
+    home = torch.device("cpu") if x.device.type == "mps" else x.device  # where float64 is
+    turns = positions.to(home).double()[..., None] * inv_freq.to(home).double()
     y = wide(x).clone()
-    cos, sin = angle.to(y.dtype).cos() * scale, angle.to(y.dtype).sin() * scale
+    angle = torch.remainder(turns, 2 * torch.pi)[..., None, :].to(y.dtype).to(y.device)
+    cos, sin = angle.cos() * scale, angle.sin() * scale
     half = rotary // 2
     first = slice(0, rotary, 2) if interleaved else slice(0, half)
     second = slice(1, rotary, 2) if interleaved else slice(half, rotary)

@@ -47,14 +47,10 @@ def expert_mlp(x: Tensor, ids: Tensor, experts: Any, activation: str = "silu", *
 def _choices(ids: Tensor, E: int) -> Choices:
     if ids.numel() <= FEW:
         return Choices(flat(ids))
-    wanted = ids.flatten().long()
-    order = wanted.argsort(stable=True)
-    counts = torch.bincount(wanted, minlength=E)
-    return Choices(flat(ids), order, _offsets(counts), _offsets((counts + BLOCK - 1) // BLOCK))
-
-
-def _offsets(counts: Tensor) -> Tensor:
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    wanted, order = ids.flatten().long().sort(stable=True)
+    starts = torch.searchsorted(wanted, torch.arange(E + 1, device=ids.device))
+    tiles = (starts.diff() + BLOCK - 1) // BLOCK
+    return Choices(flat(ids), order, starts, torch.cat([tiles.new_zeros(1), tiles.cumsum(0)]))
 
 
 def _project(x: Tensor, choices: Choices, w: Any, y: Tensor) -> None:

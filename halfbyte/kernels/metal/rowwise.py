@@ -4,6 +4,7 @@ bits do not depend on its batch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -153,15 +154,29 @@ def rope(
     rotary = D if rotary is None else rotary
     made = result(out, tuple(x.shape), x.dtype, x.device)
     if x.numel():
-        split = inv_freq.dtype == torch.float64  # an Apple GPU has no such numbers: they come as sums of two floats
-        frequency = flat(inv_freq, torch.float32)
-        remainder = (inv_freq - frequency.double()).float() if split else frequency
+        split = inv_freq.dtype == torch.float64
+        frequency, remainder = _parts(inv_freq, _version(inv_freq), x.device) if split else (flat(inv_freq),) * 2
         launch(
             kernel("rowwise", "rope", MSL[x.dtype], MSL[positions.dtype]), flat(x), flat(positions), frequency,
             remainder, made, positions.numel(), H, D, rotary, int(interleaved), float(scale), int(split),
             groups=(x.numel() // (H * D), blocks(H, ROPE_HEADS)), size=(THREADS, 1),
         )  # fmt: skip
     return delivered(made, out)
+
+
+@lru_cache(maxsize=64)
+def _parts(table: Tensor, version: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two float32 tables on the device that add up to one of float64, which an Apple GPU does not have.
+
+    They are kept, as long as the table has this version: to move them, torch would wait for all that was launched.
+    """
+    large = table.float()
+    return large.to(device), (table - large.double()).float().to(device)
+
+
+def _version(x: Tensor) -> int:
+    """How often x was written to; torch does not count for tensors of inference mode."""
+    return 0 if x.is_inference() else x._version
 
 
 def softcap(x: Tensor, cap: float, *, out: Tensor | None = None) -> Tensor:
