@@ -218,6 +218,11 @@ def test_each_fusion_can_be_had_alone_and_left_out(name):
     assert not kinds & made_of(fuse(trace(name), without=[name])), "another fusion does it"
 
 
+def test_some_fusions_are_for_several_rows():
+    assert "down_and_add" not in names(fuse(trace("down_and_add"), rows=1))
+    assert "down_and_add" in names(fuse(trace("down_and_add"), rows=2))
+
+
 @pytest.mark.parametrize("name", APPLIES)
 def test_what_somebody_reads_is_not_fused_away(name):
     """Each tensor that a fusion does away with gets a reader, at the end of the step."""
