@@ -14,8 +14,8 @@ SCRIPT = Path(__file__).with_name("cross_compile.py")
 TARGETS = ("sm_86", "sm_90", "gfx942")
 if os.environ.get("EVERY_TARGET"):
     TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
-# What is served compiles for every target; all else, where arguments of 0 and 1 become constants, for one. That one takes
-# longest, so it comes first.
+# What is served compiles for every target; all else, where arguments of 0 and 1 become constants, for one: first, since
+# it takes longest.
 RUNS = [("small", "sm_90"), *((which, target) for which in ("serving", "fused") for target in TARGETS)]
 
 
