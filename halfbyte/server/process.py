@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -21,6 +23,7 @@ from .settings import Settings
 
 BACKLOG = 2048
 DESCRIPTORS = 256  # beside those of connections
+STEP_SECONDS = 5.0  # that a last step may take
 LEAVE_SECONDS = 2.0  # after the time to drain is over, for the last words to be sent
 
 
@@ -164,4 +167,18 @@ def serve(app: ASGIApp, service: Service, sock: socket.socket, hold: list[Proces
     process = Process(config, service)
     hold.append(process)
     process.run(sockets=[sock])
+    end_with(service.scheduler.thread, process.status)
     return process.status
+
+
+def end_with(engine: threading.Thread, status: int) -> None:
+    """Wait for the engine's last step: an interpreter that ends around a thread inside a kernel aborts.
+
+    One that hangs is not waited for, and then neither is the interpreter.
+    """
+    if engine.ident is not None:
+        engine.join(STEP_SECONDS)
+    if engine.is_alive():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
