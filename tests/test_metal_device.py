@@ -10,7 +10,7 @@ from halfbyte import checkpoint as checkpoints
 from halfbyte.cases import CASES
 from halfbyte.check import move
 from halfbyte.checkpoint.weights import Ledger, Weights
-from halfbyte.kernels.metal import library
+from halfbyte.kernels.metal import shaders
 from halfbyte.kernels.metal.rowwise import rope
 from halfbyte.models import MODELS
 from halfbyte.models.rotary import Rope, frequencies
@@ -100,4 +100,4 @@ def test_float64_and_memory_of_the_cpu_are_refused():
         with pytest.raises(TypeError, match="no float64"):
             torch.empty(3, device="mps").double()
         with pytest.raises(TypeError, match="cast: it is given memory of cpu"):
-            library.launch(library.compile_shader("").cast, torch.empty(3), 3, groups=1, size=32)
+            shaders.launch(shaders.compile_shader("").cast, torch.empty(3), 3, groups=1, size=32)

@@ -8,10 +8,10 @@ from golden_adapter import run
 from golden_vectors import files, load
 from metal import executor
 
-from halfbyte.kernels.metal import library
+from halfbyte.kernels.metal import shaders
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text(encoding="utf-8")
-FAMILIES = sorted(path.stem for path in (Path(library.__file__).parent).glob("*.metal"))
+FAMILIES = sorted(path.stem for path in (Path(shaders.__file__).parent).glob("*.metal"))
 
 executor.install()
 
@@ -27,7 +27,7 @@ def test_golden(path):
 def family_of(source):
     """The longest of the sources that this one begins with: some are what others begin with."""
     return max(
-        (name for name in FAMILIES if source.startswith(library.source(name))), key=lambda n: len(library.source(n))
+        (name for name in FAMILIES if source.startswith(shaders.source(name))), key=lambda n: len(shaders.source(n))
     )
 
 
@@ -45,12 +45,12 @@ def test_the_document_names_what_is_launched(path, monkeypatch):
         def __getattr__(self, known_as):
             return lambda *arguments, **geometry: launched.add(self.name)
 
-    monkeypatch.setattr(library, "compile_shader", Noted)
-    library.kernel.cache_clear()
+    monkeypatch.setattr(shaders, "compile_shader", Noted)
+    shaders.kernel.cache_clear()
     try:
         for vector in load(path):
             run(vector.kernel, vector.inputs, vector.scalars, vector.meta, language="metal")
     finally:
-        library.kernel.cache_clear()
+        shaders.kernel.cache_clear()
     (row,) = [line for line in DOCUMENT.splitlines() if f"`test_metal_goldens.py::test_golden[{path.stem}]`" in line]
     assert set(re.findall(r"`(\w+\.metal::\w+)`", row)) == launched

@@ -8,7 +8,7 @@ import torch
 from metal import executor
 from metal.translation import translate
 
-from halfbyte.kernels.metal import library
+from halfbyte.kernels.metal import shaders
 from halfbyte.kernels.metal.rowwise import rms_norm, rms_norm_chain
 from halfbyte.ops.dispatch import using
 
@@ -101,18 +101,18 @@ def test_lanes_of_a_simd_group_need_a_fence_too():
 def test_our_own_barriers_are_needed(which, monkeypatch):
     """A chain of norms takes two sums, one after the other. Without either of a sum's barriers it is found out."""
     executor.install()
-    source = library.source("rowwise")
+    source = shaders.source("rowwise")
     at = [
         m.start() for m in re.finditer(re.escape(BARRIER), source) if m.start() > source.index("Twofold group_total(")
     ]
     less = source[: at[which]] + source[at[which] + len(BARRIER) :]
     x, weight = torch.randn(2, 300), torch.ones(300)
     rms_norm_chain(x, weight, x, [weight])
-    monkeypatch.setattr(library, "source", lambda family: less)
-    library.kernel.cache_clear()
+    monkeypatch.setattr(shaders, "source", lambda family: less)
+    shaders.kernel.cache_clear()
     with pytest.raises(executor.Fault, match="parts"):
         rms_norm_chain(x, weight, x, [weight])
-    library.kernel.cache_clear()
+    shaders.kernel.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -157,4 +157,4 @@ def test_a_launcher_binds_what_its_kernel_takes():
 
 def test_a_size_beyond_32_bits_is_refused():
     with pytest.raises(ValueError, match="below 2\\^31"):
-        library.launch(None, 1 << 31, groups=1, size=32)
+        shaders.launch(None, 1 << 31, groups=1, size=32)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 from ..chat import Tokenizer
 from ..jobs import Job, Piece, Token
 
 
-class Answer:
+class Answer(ABC):
     """What both routes share: who answers, and what it took."""
 
     object = chunk_object = prefix = ""
@@ -38,12 +39,13 @@ class Answer:
         """What stands before a reply's first piece."""
         return None
 
+    @abstractmethod
     def choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
-        raise NotImplementedError
+        """A whole reply."""
 
+    @abstractmethod
     def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         """A piece as choices of chunks; none where there is nothing to say yet."""
-        raise NotImplementedError
 
     def _text(self, id: int) -> str:
         return self.tokenizer.decode([id])

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfbyte.check import tensors
-from halfbyte.kernels.metal import library
+from halfbyte.kernels.metal import shaders
 
 from .executor import SHARED, built
 
@@ -63,13 +63,13 @@ def imagined() -> Iterator[None]:
     if not torch.backends.mps.is_available():
         guard()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "compile_shader", Library)
-        library.kernel.cache_clear()
+        patch.setattr(shaders, "compile_shader", Library)
+        shaders.kernel.cache_clear()
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), NoDoubles():
                 yield
         finally:
-            library.kernel.cache_clear()
+            shaders.kernel.cache_clear()
 
 
 @cache

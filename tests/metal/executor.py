@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.metal import library
+from halfbyte.kernels.metal import shaders
 
 from .translation import translate
 
@@ -201,5 +201,5 @@ def install() -> str:
     """Have the launchers use this, unless the machine has an Apple GPU of its own; the device to test on."""
     if torch.backends.mps.is_available():
         return "mps"
-    library.compile_shader = compile_shader
+    shaders.compile_shader = compile_shader
     return "cpu"

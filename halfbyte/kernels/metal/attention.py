@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import MSL, SIMD, blocks, delivered, flat, kernel, launch, result, row_threads
+from .shaders import MSL, SIMD, blocks, delivered, flat, kernel, launch, result, row_threads
 
 HAS_SLOTS, HAS_LENGTHS, IS_CAUSAL, WANTS_LSE, HAS_WINDOW, HAS_CAP = (1 << i for i in range(6))
 THREADS = 256

@@ -6,7 +6,7 @@ from math import prod
 
 from torch import Tensor
 
-from .library import MSL, blocks, flat, kernel, launch
+from .shaders import MSL, blocks, flat, kernel, launch
 
 HAS_SLOTS, HAS_LENGTHS, IS_RING = 1, 2, 4
 COLUMNS = 256

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .library import MSL, blocks, delivered, flat, kernel, launch, result
 from .quant import BLOCK, MODES, ROWS_A_GROUP, THREADS, Weights, weights
 from .rowwise import glu
+from .shaders import MSL, blocks, delivered, flat, kernel, launch, result
 
 FEW = 16  # choices that are not worth sorting
 NOWHERE = (0,)  # in place of addresses

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .library import MSL, SIMD, blocks, delivered, flat, kernel, launch, result
+from .shaders import MSL, SIMD, blocks, delivered, flat, kernel, launch, result
 
 MODES = {"affine": 0, "mxfp4": 1, "nvfp4": 2, "mxfp8": 3}
 DENSE = 4

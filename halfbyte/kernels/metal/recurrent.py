@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import MSL, SIMD, blocks, delivered, flat, kernel, launch, result
+from .shaders import MSL, SIMD, blocks, delivered, flat, kernel, launch, result
 
 HAS_SLOTS, HAS_SILU, IN_PLACE = 1, 2, 4
 THREADS = 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .library import MSL, SIMD, blocks, delivered, flat, kernel, launch, result
+from .shaders import MSL, SIMD, blocks, delivered, flat, kernel, launch, result
 
 SIGMOID, HAS_BIAS, HAS_SCALE, RENORMALISE, HAS_GROUPS, SLOT_ORDER = (1 << i for i in range(6))
 HAS_RESIDUAL, HAS_SHARED, HAS_GATE = 1, 2, 4

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import MSL, blocks, delivered, flat, kernel, launch, result, row_threads, vector
+from .shaders import MSL, blocks, delivered, flat, kernel, launch, result, row_threads, vector
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}
 HAS_WEIGHT, HAS_ADD, HAS_MUL, HAS_GATE, HAS_RESIDUAL, HAS_VECTOR, WANTS_SUM, WANTS_EXTRA, HEAD_MAJOR = (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import MSL, delivered, flat, kernel, launch, result, row_threads
+from .shaders import MSL, delivered, flat, kernel, launch, result, row_threads
 
 TOKENS = 8  # of a thread, before there are more threads
 
