@@ -13,7 +13,7 @@ import torch
 from . import checkpoint as checkpoints
 from .cache import bytes_of
 from .checkpoint import Checkpoint
-from .checkpoint.weights import Ledger
+from .checkpoint.ledger import Ledger
 from .models import MODELS
 from .models.decoder import Decoder
 

@@ -14,7 +14,7 @@ from . import files, limits, strict_json
 from .errors import CheckpointError, shown
 from .text import template
 from .text.control import Controls, clean, each_string
-from .text.decoder import Decoder, detokenizer
+from .text.decoder import Decoder, Stops, detokenizer
 from .text.reply import Reply, Syntax, syntax
 from .text.template import TemplateError
 
@@ -86,7 +86,7 @@ class Tokenizer:
         text: str = self.tokens.decode(list(ids), skip_special_tokens=not special)
         return text
 
-    def decoder(self, stop: str | Iterable[str] = (), special: bool = True) -> Decoder:
+    def decoder(self, stop: str | Iterable[str] | Stops = (), special: bool = True) -> Decoder:
         """What turns ids into text as they come; in the end it is what decode() gives."""
         return Decoder(self._detokenizer(), stop, hidden=() if special else self._special)
 

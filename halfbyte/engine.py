@@ -61,6 +61,8 @@ class Engine:
     def __init__(self, model: Decoder, cache: Cache, *, replays: bool | None = None) -> None:
         self.model, self.cache = model, cache
         self.replays = model.device.type == "cuda" if replays is None else replays
+        if model.residency is not None:  # which experts are in which slot changes from step to step
+            self.replays = False
         self.sizes = batch_sizes(cache.slots, model.device)
         self.state_bytes = bytes_of(cache.kept, 1, 0, 1, cache.dtype)  # recurrent, of a slot
         self.flight: Flight | None = None

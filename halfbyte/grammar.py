@@ -64,6 +64,48 @@ class Constraint:
             raise GrammarError("the reply can no longer follow its grammar, which leads nowhere or is too complex")
 
 
+class Follower:
+    """A constraint as `logits_processors` of stream_generate take it: it learns from the text what was drawn."""
+
+    def __init__(self, constraint: Constraint, tokenizer: Tokenizer, prompt: list[int]) -> None:
+        self.constraint, self.ends = constraint, sorted(tokenizer.eos_ids)
+        self.reply, self.decoder = tokenizer.reply(prompt), tokenizer.decoder()
+        self.seen: int | None = None  # tokens of the text so far
+        constraint.active = self.reply.state != "reasoning"
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        new = [] if self.seen is None else ids[self.seen :].tolist()
+        self.seen = len(ids)
+        for id in new:
+            self.reply.push(self.decoder.push(id))
+            self.constraint.push(id, thinking=self.reply.state == "reasoning")
+        if not self.constraint.complete:
+            return self.constraint.mask(logits)
+        ended = torch.full_like(logits, -torch.inf)
+        ended[:, self.ends] = 0.0
+        return ended
+
+
+def made(kind: Kind, source: str) -> str:
+    """The grammar that llguidance compiles."""
+    import llguidance
+
+    try:
+        if kind == "json_schema":
+            return str(llguidance.LLMatcher.grammar_from_json_schema(source, overrides=WHITESPACE))
+        return str(llguidance.grammar_from(kind, source))
+    except ValueError as error:
+        raise GrammarError(_said(str(error))) from None
+
+
+def check(kind: Kind, source: str) -> None:
+    """Refuse what no reply could follow, whatever the tokenizer: before a model is loaded."""
+    import llguidance
+
+    if wrong := llguidance.LLMatcher.validate_grammar(made(kind, source)):
+        raise GrammarError(_said(wrong))
+
+
 class Grammars:
     """Compiles for one tokenizer, which takes a second to prepare when first needed."""
 
@@ -76,19 +118,18 @@ class Grammars:
         """A constraint at its beginning, or a GrammarError. Hostile schemas run out of llguidance's fuel."""
         import llguidance
 
-        try:
-            if kind == "json_schema":
-                grammar = llguidance.LLMatcher.grammar_from_json_schema(source, overrides=WHITESPACE)
-            else:
-                grammar = llguidance.grammar_from(kind, source)
-        except ValueError as error:
-            raise GrammarError(_said(str(error))) from None
-        matcher = llguidance.LLMatcher(self._tokenizer(), grammar, log_level=0)
+        matcher = llguidance.LLMatcher(self._tokenizer(), made(kind, source), log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the work that is left over for the first token
         if matcher.is_error():
             raise GrammarError(_said(matcher.get_error()))
         return Constraint(matcher, self.vocabulary)
+
+    def term(self, text: str) -> str:
+        """A text in a grammar: where it is a special token, which no text can spell, that token."""
+        added = self.tokenizer.tokens.get_added_tokens_decoder()
+        special = [id for id, token in added.items() if token.special and token.content == text]
+        return f"<[{special[0]}]>" if special else json.dumps(text, ensure_ascii=False)
 
     def check_schema(self, schema: Any) -> None:
         """Refuse a schema that no reply could follow."""

@@ -8,6 +8,9 @@ INDEX_BYTES = 64 << 20
 HEADER_BYTES = 100_000_000  # the safetensors package's own
 TOKENIZER_BYTES = 256 << 20
 
+# Recorded routes of a model.
+ROUTES_BYTES = 256 << 20
+
 # What may stand in them.
 JSON_DEPTH = 64
 NAME_CHARACTERS = 1024

@@ -13,9 +13,11 @@ from . import hub
 from .chat import Tokenizer
 from .checkpoint.weights import Load
 from .download import no_progress
+from .errors import UsageError
 from .models import MODELS
 from .models.decoder import Decoder
 from .progress import bar, rewritable
+from .residency import Residency
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -27,19 +29,29 @@ def load_model(
     *,
     load: Load = "read",
     progress: Callable[[int, int], None] | None = None,
+    expert_cache: int | None = None,
+    expert_policy: str = "lfu",
 ) -> Decoder:
     """The model of an MLX checkpoint's folder. dtype is that of its activations; weights stay as they are stored.
 
     `load`: "read" copies them into memory of our own, "map" shows the files themselves, which must not change (CPU).
+    `expert_cache`: experts stay on disk, and so many bytes of them in memory (CPU). Results are the same, bit for bit.
     """
     target = pick_device(device)
     checkpoint = checkpoints.open(path, set(MODELS))
     build = MODELS[checkpoint.config.model_type]
     skeleton = checkpoint.weights("meta")
-    count = len(build(checkpoint.config, skeleton).layers)
-    skeleton.finish(layers=count)
+    made = build(checkpoint.config, skeleton)
+    skeleton.finish(layers=len(made.layers))
     checkpoint.config.log_unread()
-    model = build(checkpoint.config, skeleton.load(target, load=load, progress=progress))
+    residency = None
+    if expert_cache is not None and skeleton.ledger.mixtures:
+        if target.type != "cpu":
+            raise UsageError(f"an expert cache is for the CPU so far, not for {target}")
+        residency = Residency(skeleton.ledger, expert_cache, made.experts_per_token, expert_policy)
+    lenders = None if residency is None else residency.lenders
+    model = build(checkpoint.config, skeleton.load(target, load=load, progress=progress, lenders=lenders))
+    model.residency = residency
     model.dtype, model.fingerprint = pick_dtype(dtype, target), checkpoint.fingerprint
     return model
 
@@ -53,6 +65,7 @@ def load(
     offline: bool = False,
     load: Load = "read",
     progress: Callable[[int, int], None] | None = None,
+    expert_cache: int | None = None,
 ) -> tuple[Decoder, Tokenizer]:
     """The model and the tokenizer of a folder, or of a repository of the hub such as mlx-community/...
 
@@ -60,7 +73,7 @@ def load(
     """
     fetching = bar if progress is None and rewritable(sys.stderr) else no_progress
     folder = hub.locate(path_or_repo, revision=revision, offline=offline, progress=fetching)
-    model = load_model(folder, device, dtype, load=load, progress=progress)
+    model = load_model(folder, device, dtype, load=load, progress=progress, expert_cache=expert_cache)
     return model, Tokenizer.open(folder, model.vocabulary)
 
 

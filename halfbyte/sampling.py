@@ -96,8 +96,8 @@ class SamplingParams:
             raise ValueError(f"{name} must be an integer from {low} to {high}, it is {shown(value)}.")
 
     def _check_bias(self, bias: Mapping[int, float]) -> None:
-        if not isinstance(bias, Mapping) or len(bias) > limits.LOGIT_BIASES:
-            raise ValueError(f"logit_bias must be an object of at most {limits.LOGIT_BIASES} token ids.")
+        if not isinstance(bias, Mapping):
+            raise ValueError("logit_bias must be an object of token ids.")
         for id, value in bias.items():
             number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= BIAS
             if type(id) is not int or id < 0 or not number:

@@ -5,6 +5,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+import browser
 import pytest
 import torch
 from hypothesis import settings
@@ -22,6 +23,9 @@ collect_ignore = [
     "test_gpu_compiling.py",
     "test_graph.py",
 ][: None if find_spec("triton") is None else 0]
+# The page's tests click and type in a real browser. Where CI runs, there is one.
+if not browser.installed():
+    collect_ignore.append("test_page.py")
 
 # `pytest --hypothesis-profile full` is what .ci/full runs.
 settings.register_profile("default", deadline=None)
@@ -46,6 +50,24 @@ def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("a model") / "café"
     shutil.copytree(FOLDER / "qwen3_5_moe-4bit", made)
     return small_tokenizers.save(made, generation_config={"eos_token_id": 3, "do_sample": False})
+
+
+@pytest.fixture(scope="session")
+def resident():
+    """The embedded model, all in memory."""
+    from streaming import TINY
+
+    from halfbyte.loading import load_model
+
+    return load_model(TINY)
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """The embedded model in a folder that a test may spoil."""
+    from streaming import TINY
+
+    return Path(shutil.copytree(TINY, tmp_path / "tiny"))
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -117,6 +118,16 @@ def serving(folder, *flags, **more):
         yield server
     finally:
         server.kill()
+
+
+def tool_caller(folder):
+    """The embedded model with a template that knows tools and reasoning, as Qwen's do."""
+    shutil.copytree(ROOT / "halfbyte" / "tiny", folder)
+    template = (folder / "chat_template.jinja").read_text()
+    knows = "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}" + template
+    knows += "{% if enable_thinking %}{{ '<think>\\n' }}{% endif %}{# </think> #}"
+    (folder / "chat_template.jinja").write_text(knows)
+    return folder
 
 
 def events(response):

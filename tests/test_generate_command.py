@@ -9,6 +9,7 @@ import time
 from functools import partial
 
 import pytest
+import torch
 
 from halfbyte import progress
 from halfbyte.cli import main
@@ -213,3 +214,61 @@ def test_exit_codes_of_the_model_and_the_machine(ask, folder, tmp_path, monkeypa
     monkeypatch.setattr("halfbyte.memory.available", lambda device: 1000)
     status, _, said = ask("-p", "x")
     assert status == 4 and "free" in said
+
+
+PERSON = {
+    "type": "object", "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"enum": [1, 2, 3]}},
+    "required": ["name", "age"], "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", ["json", "file"])
+def test_a_reply_follows_a_schema(answer, tmp_path, given):
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(PERSON), encoding="utf-8")
+    for seed in range(3):
+        reply = answer(
+            "-p", "Who?", "-m", 200, "--temp", 1.5, "--seed", seed, "--json-schema",
+            path if given == "file" else json.dumps(PERSON),
+        )  # fmt: skip
+        person = json.loads(reply["text"])
+        assert reply["finish_reason"] == "stop" and set(person) == {"name", "age"} and person["age"] in (1, 2, 3)
+        assert len(person["name"]) <= 6
+
+
+def test_a_schema_begins_after_the_reasoning(folder):
+    """While the model thinks its words are free; the first token behind the marker is the form's first."""
+    from halfbyte.chat import Tokenizer
+    from halfbyte.grammar import Follower, Grammars
+    from halfbyte.text.reply import THINK
+
+    tokenizer = Tokenizer.open(folder)
+    size = tokenizer.vocab_size
+    prompt = tokenizer.encode(f"{THINK[0]}\n", special=True)
+    follow = Follower(Grammars(tokenizer, size).constraint("json_schema", json.dumps(PERSON)), tokenizer, prompt)
+    logits = torch.zeros(1, size)
+    assert follow(torch.tensor(prompt), logits).isfinite().all()
+    prompt += tokenizer.encode("Hm")
+    assert follow(torch.tensor(prompt), logits).isfinite().all()
+    prompt += tokenizer.encode(THINK[1], special=True)
+    allowed = follow(torch.tensor(prompt), logits)[0].isfinite().nonzero()[:, 0].tolist()
+    assert allowed and all(tokenizer.decode([id]).startswith("{") for id in allowed)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("/nowhere/schema.json", "No such file"),
+        ("{", "Expecting property name"),
+        ('{"type": "strin"}', "strin"),
+        ('{"$ref": "http://127.0.0.1:9/x.json"}', "http://127.0.0.1:9/x.json"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_refused_before_anything_is_loaded(capsys, given, said):
+    error = refused(capsys, "-p", "x", "--json-schema", given)
+    assert "argument --json-schema: " in error and said in error
+
+
+def test_the_extra_of_schemas_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert "pip install 'halfbyte[serve]'" in refused(capsys, "-p", "x", "--json-schema", "{}")

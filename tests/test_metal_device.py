@@ -9,7 +9,8 @@ from model_goldens import FOLDER, NAMES
 from halfbyte import checkpoint as checkpoints
 from halfbyte.cases import CASES
 from halfbyte.check import move
-from halfbyte.checkpoint.weights import Ledger, Weights
+from halfbyte.checkpoint.ledger import Ledger
+from halfbyte.checkpoint.weights import Weights
 from halfbyte.kernels.metal import shaders
 from halfbyte.kernels.metal.rowwise import rope
 from halfbyte.models import MODELS

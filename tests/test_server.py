@@ -1,7 +1,6 @@
 """OpenAI's API, by a real server process with the embedded model, and by OpenAI's own client."""
 
 import json
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -9,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from serving import CHAT, COMPLETIONS, ROOT, error, events, serving
+from serving import CHAT, COMPLETIONS, ROOT, error, events, serving, tool_caller
 
 import halfbyte
 from halfbyte.cli import main
@@ -40,13 +39,8 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory):
-    """A server of a model whose template knows tools and reasoning, as Qwen's do."""
-    folder = tmp_path_factory.mktemp("caller") / "model"
-    shutil.copytree(ROOT / "halfbyte" / "tiny", folder)
-    template = (folder / "chat_template.jinja").read_text()
-    knows = "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}" + template
-    knows += "{% if enable_thinking %}{{ '<think>\\n' }}{% endif %}{# </think> #}"
-    (folder / "chat_template.jinja").write_text(knows)
+    """A server of a model that calls tools and thinks."""
+    folder = tool_caller(tmp_path_factory.mktemp("caller") / "model")
     with serving(folder.parent, "--served-model-name", "caller", model=folder) as running:
         yield running
 
@@ -204,6 +198,16 @@ CALLS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool
         '\n<tool_call>\n{"name": "time", "arguments": {"city": "Rome"}}\n</tool_call>'  # fmt: skip
 
 
+HOUR = {"type": "integer", "minimum": 0, "maximum": 23}
+STRICT_PARAMETERS = {
+    "type": "object",
+    "properties": {"hour": HOUR},
+    "required": ["hour"],
+    "additionalProperties": False,
+}
+STRICT = {"type": "function", "function": {"name": "time", "parameters": STRICT_PARAMETERS}}
+
+
 def saying(text):
     return {"response_format": {"type": "grammar", "grammar": f"start: {json.dumps(text)}"}}
 
@@ -248,6 +252,12 @@ def test_tool_choice(caller):
     assert [one["function"] for one in forced] == [{"name": "time", "arguments": '{"city": "Rome"}'}]
     some = asked("required", 'weather", "arguments": {}}\n</tool_call>')["message"]["tool_calls"]
     assert [one["function"] for one in some] == [{"name": "weather", "arguments": "{}"}]
+    any_words = {"messages": ASK, "tools": TOOLS, "tool_choice": named, "max_tokens": 200, "temperature": 2, "top_p": 1}
+    for seed in range(3):  # the model knows nothing of calls, and yet it makes one
+        reply = caller.post(CHAT, {**any_words, "seed": seed, "tools": [STRICT]}).json()["choices"][0]
+        assert reply["finish_reason"] == "tool_calls" and not reply["message"]["content"]
+        called = [one["function"] for one in reply["message"]["tool_calls"]]
+        assert [one["name"] for one in called] == ["time"] and 0 <= json.loads(called[0]["arguments"])["hour"] < 24
     none = asked("none", CALLS)
     assert none["message"]["content"] == CALLS and "tool_calls" not in none["message"]
     refused = caller.post(

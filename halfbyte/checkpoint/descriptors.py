@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import NoReturn
 from ..errors import CheckpointError, StorageError
 from .shards import State
 
+log = logging.getLogger(__name__)
 MOST = 32
 
 
@@ -26,6 +28,7 @@ class Descriptors:
         self.states, self.most = states, most
         self.opened: OrderedDict[Path, int] = OrderedDict()
         self.users: dict[Path, int] = {}
+        self.deleted: set[Path] = set()
         self.lock = Lock()
 
     def __enter__(self) -> Descriptors:
@@ -35,6 +38,11 @@ class Descriptors:
         changed = [path for path in list(self.opened) if not self._close(path)]
         if changed and kind is None:
             _changed(changed[0])
+
+    def close(self) -> None:
+        """Close all, whatever became of the files: what counted of them was checked."""
+        for path in list(self.opened):
+            self._close(path)
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
@@ -50,6 +58,15 @@ class Descriptors:
         finally:
             with self.lock:
                 self.users[path] -= 1
+
+    def check(self, path: Path, descriptor: int) -> None:
+        """What was read of an open file counts only if the file is still as it was. A deleted one is, and is said."""
+        found = os.fstat(descriptor)
+        if State.of(found) != self.states[path]:
+            _changed(path)
+        if not found.st_nlink and path not in self.deleted:
+            self.deleted.add(path)
+            log.warning("%s: it was deleted; what is open of it is still read, until this process ends", path)
 
     def _open(self, path: Path) -> int:
         try:

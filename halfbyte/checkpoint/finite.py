@@ -27,7 +27,7 @@ def check(folder: Path, tensors: Mapping[str, Tensor], stacks: set[str], modes: 
         mask = NO_NUMBER[modes[name]] if name in modes else EXPONENTS.get(tensor.dtype)
         if mask is None:
             continue
-        parts = sample(tensor) if how == "sampled" and name in stacks else [tensor]
+        parts = sample(tensor) if how == "sampled" and name in stacks and tensor.ndim else [tensor]
         if any(_has(part.reshape(-1).view(INTEGERS[part.itemsize]), mask) for part in parts):
             raise CheckpointError(f"{folder}: tensor {shown(name)} holds NaN or infinite values. {AGAIN}")
 

@@ -17,10 +17,11 @@ from .. import files, limits, strict_json
 from ..config import Config
 from ..errors import CheckpointError, shown
 from . import shards
+from .ledger import Ledger
 from .names import canonical
 from .quantisation import Quantisation
 from .shards import Shard, State, Stored
-from .weights import Ledger, Weights
+from .weights import Weights
 
 __all__ = ["Checkpoint", "Weights", "open"]
 

@@ -162,18 +162,23 @@ def read_batch(files: Descriptors, batch: list[Target], views: list[memoryview])
     with files.open(path) as descriptor:
         if hasattr(os, "posix_fadvise"):  # while the CPU copies, the disk goes on
             os.posix_fadvise(descriptor, at + AHEAD, end - at, os.POSIX_FADV_WILLNEED)
-        while at < end:
-            try:
-                count = os.preadv(descriptor, views, at)
-            except InterruptedError:
-                continue
-            except OSError as error:
-                raise StorageError(f"{path}: reading at byte {at}: {error.strerror or error}.") from error
-            if count == 0:
-                name = next(target.name for target in batch if target.stop > at)
-                raise CheckpointError(f"{path}: it ends at byte {at}; tensor {shown(name)} needs {end}. {AGAIN}")
-            at += count
-            while views and count >= len(views[0]):
-                count -= len(views.pop(0))
-            if count:
-                views[0] = views[0][count:]
+        fill_views(descriptor, path, at, views, lambda at: next(target.name for target in batch if target.stop > at))
+
+
+def fill_views(descriptor: int, path: Path, at: int, views: list[memoryview], name: Callable[[int], str]) -> None:
+    """Fill views with the bytes of a file from `at` on. `name` says which tensor a byte belongs to, for an error."""
+    end = at + sum(map(len, views))
+    while at < end:
+        try:
+            count = os.preadv(descriptor, views, at)
+        except InterruptedError:
+            continue
+        except OSError as error:
+            raise StorageError(f"{path}: reading at byte {at}: {error.strerror or error}.") from error
+        if count == 0:
+            raise CheckpointError(f"{path}: it ends at byte {at}; tensor {shown(name(at))} needs {end}. {AGAIN}")
+        at += count
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if count:
+            views[0] = views[0][count:]

@@ -45,6 +45,13 @@ class Span:
         pieces = tuple(Piece(piece.stored, at, (stop - start) * row) for at in places)
         return replace(self, shape=(*lead, stop - start, K), pieces=pieces)
 
+    def entry(self, index: int) -> Piece:
+        """Where one entry of the first axis lies, such as an expert of a stack."""
+        size = self.size // self.shape[0]
+        if len(self.pieces) == 1:
+            return Piece(self.pieces[0].stored, self.pieces[0].start + index * size, size)
+        return self.pieces[index]
+
 
 def whole(name: str, stored: Stored) -> Span:
     return Span(name, stored.kind, stored.shape, (Piece(stored, stored.start, stored.size),))

@@ -9,83 +9,27 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .. import limits, memory
 from ..errors import CheckpointError, shown
-from ..ops.experts import Experts
+from ..ops.experts import Experts, Lender
 from ..ops.formats import Packed
 from . import finite, names
 from .finite import Check
+from .ledger import PARTS, Ledger, Mixture
 from .mapping import map_files
-from .quantisation import FLOAT_KINDS, Mismatch, Quantisation
+from .quantisation import FLOAT_KINDS, Mismatch
 from .reading import STAGING, Progress, read
-from .shards import State, Stored
-from .spans import Span, stacked, whole
+from .spans import Span, stacked
 
 log = logging.getLogger(__name__)
 Load = Literal["read", "map"]
-PARTS = ("weight", "scales", "biases", "global_scale")
-
-
-class Contents(Protocol):
-    """What weights need of a checkpoint."""
-
-    @property
-    def folder(self) -> Path: ...
-    @property
-    def tensors(self) -> dict[str, Stored]: ...
-    @property
-    def states(self) -> dict[Path, State]: ...
-    @property
-    def quantisation(self) -> Quantisation: ...
-    def has(self, name: str) -> bool: ...
-
-
-class Ledger:
-    """What all views of one set of weights share: what was taken, what was wrong, what has been read."""
-
-    def __init__(self, checkpoint: Contents, device: torch.device, ready: dict[str, Tensor] | None = None) -> None:
-        self.checkpoint, self.device = checkpoint, device
-        self.ready = {} if ready is None else ready
-        self.skeleton = device.type == "meta"
-        self.taken: set[str] = set()
-        self.matrices: dict[str, tuple[tuple[int, ...], str]] = {}
-        self.of_matrices: set[str] = set()
-        self.stacks: set[str] = set()  # experts' tensors
-        self.modes: dict[str, str] = {}  # of scales that are no floats
-        self.wanted: dict[str, Span] = {}
-        self.problems: list[str] = []
-
-    def note(self, path: str, shape: tuple[int, ...], form: str, parts: dict[str, Span]) -> None:
-        """What accounting.py counts: a matrix, the form it is stored in, and its tensors."""
-        self.matrices[path] = (shape, form)
-        self.of_matrices |= {span.name for span in parts.values()}
-
-    def complain(self, name: str, why: str) -> None:
-        """A skeleton collects faults; loaded weights were checked as one, or are being tried out by hand."""
-        self.problems.append(f"{shown(name)}: {why}")
-        if not self.skeleton:
-            raise CheckpointError(f"{self.checkpoint.folder}: {self.problems[-1]}")
-
-    def span(self, name: str) -> Span | None:
-        stored = self.checkpoint.tensors.get(name)
-        if stored is None:
-            return None
-        self.taken.add(name)
-        return whole(name, stored)
-
-    def fetch(self, span: Span) -> Tensor:
-        if self.skeleton:
-            self.wanted[span.name] = span
-            return torch.empty(span.shape, dtype=span.dtype, device="meta")
-        found = self.ready.pop(span.name, None)
-        return read(self.checkpoint.states, [span], self.device)[span.name] if found is None else found
 
 
 class Weights:
@@ -118,12 +62,17 @@ class Weights:
         full = self._full(name)
         return self._matrix(full, (*lead, N, K), self._parts(full), [full])
 
-    def experts(self, name: str, E: int, I: int, H: int) -> Experts:  # noqa: E741
-        """Gate and up [E, I, H] and down [E, H, I], stacked as mlx does, or gathered into stacks."""
+    def experts(self, name: str, E: int, I: int, H: int) -> Experts | Lender:  # noqa: E741
+        """Gate and up [E, I, H] and down [E, H, I], stacked as mlx does, or gathered into stacks; or who lends them."""
         full = self._full(name)
+        if full in self.ledger.lenders:
+            return self.ledger.lenders[full]
         shapes = {"gate_proj": (E, I, H), "up_proj": (E, I, H), "down_proj": (E, H, I)}
-        gate, up, down = (self._projection(full, part, shape) for part, shape in shapes.items())
-        return Experts(gate, up, down)
+        (gate, of_gate), (up, of_up), (down, of_down) = (self._projection(full, *one) for one in shapes.items())
+        found = Experts(gate, up, down)
+        if self.ledger.skeleton:
+            self.ledger.mixtures[full] = Mixture(found, (of_gate, of_up, of_down))
+        return found
 
     def skip(self, name: str) -> None:
         """Leave out a module or tensor that this model has no use for (a tied lm_head, keys of a layer that shares)."""
@@ -154,10 +103,15 @@ class Weights:
         """Bytes of all tensors that were asked for."""
         return sum(span.size for span in self.ledger.wanted.values())
 
-    def plan(self, device: torch.device | str) -> dict[torch.device, int]:
-        """Bytes that loading a skeleton takes, by device."""
+    def plan(self, device: torch.device | str, *, experts: bool = True) -> dict[torch.device, int]:
+        """Bytes that loading a skeleton takes, by device; without `experts`, of all else."""
         target = torch.device(device)
-        return {target: self.size} if target.type == "cpu" else {target: self.size, torch.device("cpu"): STAGING}
+        need = sum(span.size for span in self._spans(experts))
+        return {target: need} if target.type == "cpu" else {target: need, torch.device("cpu"): STAGING}
+
+    def _spans(self, experts: bool) -> list[Span]:
+        wanted = self.ledger.wanted.values()
+        return [span for span in wanted if experts or span.name not in self.ledger.stacks]
 
     def load(
         self,
@@ -166,24 +120,27 @@ class Weights:
         load: Load = "read",
         check: Check = "sampled",
         progress: Progress | None = None,
+        lenders: Mapping[str, Lender] | None = None,
     ) -> Weights:
         """A skeleton's tensors, all read at once in the order of the files.
 
         `load`: "read" copies into our memory, "map" shows the files themselves (CPU only; see mapping.py).
         `check`: whether floats are finite: of a few experts and all else, of everything, of nothing.
         progress(done, total) counts bytes; the threads that read call it, one at a time.
+        `lenders`: who has the experts, by the names of `Ledger.mixtures`; theirs are not read.
         """
-        target, checkpoint, spans = torch.device(device), self.ledger.checkpoint, list(self.ledger.wanted.values())
+        target, checkpoint, experts = torch.device(device), self.ledger.checkpoint, lenders is None
+        spans = self._spans(experts)
         if load == "map" and target.type != "cpu":
             raise ValueError(f'load: "map" is for the CPU, not for {target}')
-        for where, need in self.plan(target).items():
+        for where, need in self.plan(target, experts=experts).items():
             memory.require(need, where, f"{checkpoint.folder}: loading it")
         if load == "map":
             ready = map_files(checkpoint.states, spans, progress)
         else:
             ready = read(checkpoint.states, spans, target, progress)
         finite.check(checkpoint.folder, ready, self.ledger.stacks, self.ledger.modes, check)
-        return Weights(Ledger(checkpoint, target, ready))
+        return Weights(Ledger(checkpoint, target, ready, lenders))
 
     def _full(self, name: str) -> str:
         return f"{self.prefix}{name}"
@@ -232,11 +189,13 @@ class Weights:
             scales, biases = scales.float(), biases.float()
         return Packed(words, scales, biases, bits, group, mode, rest.pop() if rest else None)
 
-    def _projection(self, full: str, projection: str, shape: tuple[int, int, int]) -> Packed | Tensor:
+    def _projection(
+        self, full: str, projection: str, shape: tuple[int, int, int]
+    ) -> tuple[Packed | Tensor, dict[str, Span]]:
         path = f"{full}.{projection}"
         parts, paths = self._expert_parts(full, projection, shape)
         self.ledger.stacks |= {span.name for span in parts.values()}
-        return self._matrix(path, shape, parts, paths)
+        return self._matrix(path, shape, parts, paths), parts
 
     def _expert_parts(
         self, full: str, projection: str, shape: tuple[int, int, int]

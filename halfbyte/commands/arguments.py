@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..progress import bar, kernels
-from .numbers import whole
+from .numbers import byte_count, whole
 from .pull import located
 
 if TYPE_CHECKING:
@@ -44,10 +44,18 @@ def add(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     )
     parser.add_argument("--prefill-step-size", type=whole, metavar="N", help="tokens of a prompt computed at a time")
     parser.add_argument("--load", choices=["read", "map"], default="read", help="map: weights stay in the files (CPU)")
+    add_expert_cache(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
     add_deterministic(parser)
     parser.add_argument("-t", "--threads", type=whole, metavar="N", help="CPU threads (default: one a core)")
     _add_sampling(parser.add_argument_group("sampling", "what is not given comes from the model"))
+
+
+def add_expert_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--expert-cache", type=byte_count, metavar="SIZE",
+        help="leave experts on disk and keep so much of them in memory, as 4GB (CPU); replies are the same",
+    )  # fmt: skip
 
 
 def add_deterministic(parser: argparse.ArgumentParser) -> None:
@@ -116,6 +124,7 @@ def loaded(name: str, args: argparse.Namespace, load: Load = "read") -> tuple[De
 
     require_device(args)
     folder = located(name, args)
-    model, tokenizer = loading.load(folder, args.device, args.dtype, load=load, progress=bar(f"loading {name}"))
+    progress, experts = bar(f"loading {name}"), getattr(args, "expert_cache", None)
+    model, tokenizer = loading.load(folder, args.device, args.dtype, load=load, progress=progress, expert_cache=experts)
     compile_kernels(model, kernels(model.device.type))
     return model, tokenizer

@@ -6,6 +6,8 @@ import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import size
 from ..progress import bar, counter, kernels, passing, say
-from .arguments import DEFAULT_MODEL, add_deterministic, require_device
+from .arguments import DEFAULT_MODEL, add_deterministic, add_expert_cache, require_device
 from .explaining import new_table, show_steps
 from .numbers import at_least_one, counts, pair, seconds, whole
 from .pull import located
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from ..bench_model import Result, Trial
     from ..model_proof import Proof
     from ..models.decoder import Decoder
+    from ..residency import Reads
 
 COLUMNS = {  # with the room that their cells usually take
     "model": 5, "size": 8, "params": 8, "backend": 7, "test": 16, "t/s": 16, "first token": 11, "GB/s": 6,
@@ -57,6 +60,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="instead of tests: the calls of one decode step (-d, -b), what each is fused from, moves, computes, takes",
     )  # fmt: skip
     parser.add_argument("-v", "--verbose", action="store_true", help="with --explain: a line for every call")
+    parser.add_argument(
+        "--record-routes", type=Path, metavar="FILE",
+        help="write down which experts the tests chose, for `halfbyte plan MODEL --trace FILE` (CPU)",
+    )  # fmt: skip
+    add_expert_cache(parser)
     add_deterministic(parser)
     parser.add_argument("--no-warmup", action="store_true", help="let the first turn count, too")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
@@ -74,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from ..accounting import skeleton
     from ..bench_model import measure
     from ..compilation import compile_kernels
-    from ..loading import load_model
+    from ..loading import load_model, pick_device
     from ..machine import use_threads
     from ..model_proof import prove
 
@@ -85,9 +93,14 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         args.parser.error(f"argument --threads: {error}")
     folder = located(args.model, args)
-    checkpoint, _, account = skeleton(folder)
+    checkpoint, ledger, account = skeleton(folder)
     trials = chosen(args, account.context)
-    model = load_model(folder, args.device, args.dtype, progress=bar(f"loading {args.model}"))
+    if args.record_routes is not None and not (ledger.mixtures and pick_device(args.device).type == "cpu"):
+        args.parser.error("argument --record-routes: it is for models with experts, on the CPU")
+    if args.explain and args.expert_cache is not None:
+        args.parser.error("argument --explain: a step is explained with all experts in memory, without --expert-cache")
+    progress = bar(f"loading {args.model}")
+    model = load_model(folder, args.device, args.dtype, progress=progress, expert_cache=args.expert_cache)
     compile_kernels(model, kernels(model.device.type))
     form = "json" if args.json else args.output
     table = new_table(form) if args.explain else Table(form, COLUMNS, WORDS, shown)
@@ -105,12 +118,38 @@ def run(args: argparse.Namespace) -> int:
         if args.explain:
             show_steps(model, trials, facts, table, args.verbose)
             continue
-        for number, trial in enumerate(trials):
-            time.sleep(args.delay if number else 0)
-            progress = counter(trial.name, "tokens")
-            table.add(row(facts, measure(model, account, trial, args.repetitions, not args.no_warmup, progress)))
+        with recorded(args, model, len(ledger.mixtures)):
+            for number, trial in enumerate(trials):
+                time.sleep(args.delay if number else 0)
+                progress = counter(trial.name, "tokens")
+                before = None if model.residency is None else model.residency.reads
+                result = measure(model, account, trial, args.repetitions, not args.no_warmup, progress)
+                table.add(row(facts, result, reads_since(before, model)))
     finish(table)
     return 0
+
+
+@contextmanager
+def recorded(args: argparse.Namespace, model: Decoder, layers: int) -> Iterator[None]:
+    """The experts that are chosen inside the block go to the file of --record-routes, where it is given."""
+    if args.record_routes is None:
+        yield
+        return
+    from ..routes import Routes
+
+    routes = Routes(model.fingerprint, layers, model.expert_count, model.experts_per_token)
+    with routes.recording():
+        yield
+    routes.save(args.record_routes)
+
+
+def reads_since(before: Reads | None, model: Decoder) -> dict[str, Any]:
+    """What experts on disk have meant for a test; null where they are all in memory."""
+    if model.residency is None or before is None:
+        return {"expert_hit_rate": None, "disk_bytes_read": None, "disk_gbps": None}
+    reads = model.residency.reads - before
+    rate = reads.bytes / reads.seconds / 1e9 if reads.seconds else None
+    return {"expert_hit_rate": reads.hit_rate, "disk_bytes_read": reads.bytes, "disk_gbps": rate}
 
 
 def announce(text: str) -> None:
@@ -176,8 +215,8 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def row(facts: dict[str, Any], result: Result) -> dict[str, Any]:
-    """The keys of llama-bench, and ours. What has no meaning yet (experts on disk) is null."""
+def row(facts: dict[str, Any], result: Result, reads: dict[str, Any]) -> dict[str, Any]:
+    """The keys of llama-bench, and ours. What has no meaning is null."""
     trial, rate, floor = result.trial, result.bytes_per_second, facts["floor_gbps"]
     on_gpu = facts["gpu"] is not None
     return {
@@ -185,8 +224,8 @@ def row(facts: dict[str, Any], result: Result) -> dict[str, Any]:
         "n_batch": trial.streams, "avg_ts": result.mean, "stddev_ts": result.deviation, "samples_ts": result.rates,
         "ttft_ms": result.first and 1e3 * result.first, "peak_ram": None if on_gpu else result.peak,
         "peak_vram": result.peak if on_gpu else None, "busy": result.busy, "bytes_per_step": result.bytes_per_step,
-        "gbps": rate and rate / 1e9, "of_floor": rate and floor and rate / 1e9 / floor, "expert_hit_rate": None,
-        "disk_bytes_read": None, "disk_gbps": None, "time_iso": datetime.now(UTC).isoformat(timespec="seconds"),
+        "gbps": rate and rate / 1e9, "of_floor": rate and floor and rate / 1e9 / floor, **reads,
+        "time_iso": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
 
 

@@ -91,6 +91,10 @@ def stats(rest: str, conversation: Conversation, model: str) -> str:
             ("first token", f"after {last.ttft_s:.2f} s"),
             ("peak memory", size(last.peak_memory)),
         ]
+    if (residency := conversation.model.residency) is not None and (rate := residency.reads.hit_rate) is not None:
+        read, seconds = residency.reads.bytes, residency.reads.seconds
+        speed = f" at {size(round(read / seconds))}/s" if seconds else ""
+        rows += [("experts", f"{rate:.1%} were in memory ({size(residency.nbytes)}); {size(read)} read{speed}")]
     return table(rows)
 
 

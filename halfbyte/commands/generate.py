@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from .wrapping import Writer
 
 if TYPE_CHECKING:
     from ..cache import Cache
+    from ..chat import Tokenizer
+    from ..grammar import Follower
     from ..models.decoder import Decoder
 
 
@@ -24,17 +27,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - (and nothing in a pipe) reads it there")
     parser.add_argument("--no-stream", action="store_true", help="print the reply when it is complete")
     parser.add_argument("--prompt-cache-file", type=Path, metavar="FILE", help="go on from, and keep, the text's state")
+    parser.add_argument("--json-schema", metavar="FILE|JSON", help="the reply is JSON that follows this schema")
     shared.add(parser, max_tokens=1024)
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer one prompt. The reply goes to standard output; speed and memory go to standard error."""
     wishes = shared.checked(args)
+    schema = read_schema(args)
     tolerate_any_text()
-    return answer(args, wishes, read_prompt(args))
+    return answer(args, wishes, read_prompt(args), schema)
 
 
-def answer(args: argparse.Namespace, wishes: shared.Wishes, prompt: str) -> int:
+def answer(args: argparse.Namespace, wishes: shared.Wishes, prompt: str, schema: str | None) -> int:
     from .. import cache_file
     from ..generation import stream_generate
 
@@ -48,10 +53,11 @@ def answer(args: argparse.Namespace, wishes: shared.Wishes, prompt: str) -> int:
     if not 0 < len(ids) < model.context:
         args.parser.error(f"argument --prompt: it has {len(ids)} tokens, and the model takes 1 to {model.context - 1}")
     cache, held = kept_state(args, model, ids)
+    follow = [] if schema is None else [follower(schema, model, tokenizer, ids)]
     writer, progress, text, made, first = Writer(sys.stdout), prompt_progress(), "", [], 0.0
     for piece in stream_generate(
         model, tokenizer, ids[held:], args.max_tokens, stop=args.stop, prefill_step_size=args.prefill_step_size,
-        prompt_cache=cache, prompt_progress_callback=progress, **wishes.sampling,
+        prompt_cache=cache, prompt_progress_callback=progress, logits_processors=follow, **wishes.sampling,
     ):  # fmt: skip
         text += piece.text
         made.append(piece.token)
@@ -96,6 +102,33 @@ def read_prompt(args: argparse.Namespace) -> str:
     if not prompt.strip():
         args.parser.error("argument --prompt: it is empty")
     return prompt
+
+
+def read_schema(args: argparse.Namespace) -> str | None:
+    """The schema that a reply must follow, given as JSON or in a file; checked before anything is loaded."""
+    given = args.json_schema
+    if given is None:
+        return None
+    if find_spec("llguidance") is None:
+        args.parser.error("argument --json-schema: llguidance must be installed: pip install 'halfbyte[serve]'")
+    from .. import grammar
+
+    try:
+        source: str = given if given.lstrip().startswith("{") else Path(given).read_text(encoding="utf-8")
+        if not isinstance(json.loads(source), dict):
+            raise ValueError("a schema is a JSON object")
+        grammar.check("json_schema", source)
+    except OSError as error:
+        args.parser.error(f"argument --json-schema: {given}: {error.strerror}")
+    except (ValueError, RecursionError) as error:
+        args.parser.error(f"argument --json-schema: {error}")
+    return source
+
+
+def follower(schema: str, model: Decoder, tokenizer: Tokenizer, ids: list[int]) -> Follower:
+    from ..grammar import Follower, Grammars
+
+    return Follower(Grammars(tokenizer, model.vocabulary).constraint("json_schema", schema), tokenizer, ids)
 
 
 def kept_state(args: argparse.Namespace, model: Decoder, ids: list[int]) -> tuple[Cache | None, int]:

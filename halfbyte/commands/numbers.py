@@ -4,6 +4,17 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def byte_count(text: str) -> int:
+    """4GB, 512MB, 1.5GiB, or plain bytes."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?(|[kmgt]i?)b?", text.lower())
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"must be a size, as 4GB, 512MB or 1.5GiB, got {text}")
+    return int(float(found[1]) * UNITS[found[2]])
 
 
 def positive(text: str) -> float:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ..errors import size
+from ..errors import UsageError, size
+from .arguments import add_expert_cache
 from .pull import located
 from .terminal import show
 
+if TYPE_CHECKING:
+    from ..accounting import Account
+    from ..checkpoint import Checkpoint
+    from ..checkpoint.ledger import Ledger
+
+PARTS = (0.1, 0.25, 0.5, 0.75)  # of all experts in memory, where no --expert-cache says how much
 STATE_ROUND_TRIP = 2  # recurrent states are read and written
 
 
@@ -16,6 +25,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=int, metavar="N", help="tokens to make room for (default: 8192, or the model's)"
     )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE",
+        help="routes that `bench --record-routes` wrote: say what an expert cache would do with them",
+    )  # fmt: skip
+    add_expert_cache(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from ..loading import pick_device
 
     folder = located(args.model, args)
-    _, _, account = skeleton(folder)
+    checkpoint, ledger, account = skeleton(folder)
     device = pick_device(args.device)
     context = min(args.context or 8192, account.context)
     if context < 1:
@@ -52,8 +66,47 @@ def run(args: argparse.Namespace) -> int:
         "read_bytes_per_second": bandwidth, "bytes_per_token": moved, "tokens_per_second_at_most": bandwidth / moved,
         "tokens_per_second_at_context": bandwidth / full,
     }  # fmt: skip
+    if args.trace is not None:
+        values["expert_caches"] = caches = predicted(args, checkpoint, ledger, account, bandwidth / moved)
+        rows += [("experts", f"{size(account.experts)}, read at {size(round(caches[0]['disk_bytes_per_second']))}/s")]
+        rows += [(f"  {one['policy']}, {size(one['cache_bytes'])}", described(one)) for one in caches]
     show(values, rows, args.json)
     return 0
+
+
+def predicted(
+    args: argparse.Namespace, checkpoint: Checkpoint, ledger: Ledger, account: Account, resident: float
+) -> list[dict[str, Any]]:
+    """What each policy would do on the recorded routes, with the cache that was asked for or with several."""
+    from .. import residency, routes, simulation
+    from ..disk import expert_bandwidth
+    from ..expert_cache import POLICIES
+
+    trace, mixtures = routes.read(args.trace), list(ledger.mixtures.values())
+    if trace.fingerprint != checkpoint.fingerprint:
+        raise UsageError(f"{args.trace}: it was recorded with another model. {routes.AGAIN}")
+    if not any(trace.tokens(step) == 1 for step in trace.steps):
+        raise UsageError(f"{args.trace}: it holds no reply, only prompts. {routes.AGAIN}")
+    least = sum(share.nbytes for share in residency.fewest(mixtures, account.experts_per_token))
+    usual = sorted({max(round(part * account.experts), least) for part in PARTS})
+    budgets = usual if args.expert_cache is None else [args.expert_cache]
+    shares = [residency.plan(mixtures, budget, account.experts_per_token) for budget in budgets]
+    disk, found = expert_bandwidth(ledger), []
+    for share, policy in ((share, policy) for share in shares for policy in POLICIES):
+        one = simulation.simulate(trace, share, policy)
+        found.append({
+            "policy": policy, "cache_bytes": sum(part.nbytes for part in share), "hit_rate": one.hit_rate,
+            "hit_rate_by_layer": one.by_layer, "disk_bytes_per_token": one.bytes_per_token,
+            "disk_bytes_per_second": disk, "tokens_per_second_at_most": one.tokens_per_second(resident, disk),
+        })  # fmt: skip
+    return found
+
+
+def described(one: dict[str, Any]) -> str:
+    return (
+        f"{one['hit_rate']:.1%} found in memory, {size(round(one['disk_bytes_per_token']))} read a token: "
+        f"{one['tokens_per_second_at_most']:.1f} tok/s at most"
+    )
 
 
 def read_bandwidth(device: str) -> float:

@@ -41,6 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exit-on-fatal", action="store_true", help="exit with status 1 when the engine dies or hangs")
     parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--load", choices=["read", "map"], default="read", help="map: weights stay in the files (CPU)")
+    shared.add_expert_cache(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
     parser.add_argument("-t", "--threads", type=whole, metavar="N", help="CPU threads (default: one a core)")
     group = parser.add_argument_group("limits")
@@ -105,6 +106,7 @@ def greeting(address: str, name: str, guarded: bool) -> str:
     key = " -H 'Authorization: Bearer KEY'" if guarded else ""
     return f"""\
 halfbyte serves {name} on {address}
+The page to chat on: {address}/
 
 curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' \\
   -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "{HELLO}"}}]}}'

@@ -22,9 +22,10 @@ from .. import files, limits, strict_json
 from ..checkpoint import folder as checkpoints
 from ..checkpoint import names, shards
 from ..checkpoint.folder import Checkpoint
+from ..checkpoint.ledger import PARTS, Ledger
 from ..checkpoint.quantisation import Format, Quantisation
 from ..checkpoint.shards import State, Stored
-from ..checkpoint.weights import PARTS, Ledger, Weights
+from ..checkpoint.weights import Weights
 from ..config import Config
 from ..errors import CheckpointError, shown
 from ..models import MODELS
@@ -157,6 +158,7 @@ class Recorder(Weights):
     def experts(self, name: str, E: int, I: int, H: int) -> Experts:  # noqa: E741
         before = len(self.ledger.wanted)
         found = super().experts(name, E, I, H)
+        assert isinstance(found, Experts)  # an original's are never lent
         self._remember(
             before, {f"{name}.gate_proj": found.gate, f"{name}.up_proj": found.up, f"{name}.down_proj": found.down}
         )

@@ -12,6 +12,7 @@ from .. import limits
 from ..cache import Cache, Kept
 from ..checkpoint import Weights
 from ..config import Config
+from ..residency import Residency
 from ..step import Step
 from .layers import Embedding, Linear, Norm
 
@@ -62,6 +63,7 @@ class Decoder:
             weights.skip("lm_head")
         self.expert_count = self.experts_per_token = 0  # of a layer; a mixture says how many
         self.fingerprint = ""  # of the checkpoint, once it is loaded
+        self.residency: Residency | None = None  # where its experts are, if they are not all in memory
         self.compiled = False  # whether compilation.py has seen to its kernels
         self.layers: list[Any] = []
 

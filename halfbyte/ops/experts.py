@@ -2,14 +2,17 @@
 
 The weights of one projection of all experts come in three shapes, none of which is copied: a stack (a `Packed` or dense
 tensor [E, N, K]); one buffer a part, with an element offset for each expert; separate buffers, with byte offsets.
-The last two are a `Scattered`.
+The last two are a `Scattered`. Where not all experts are in memory, a `Lender` hands out those that were chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,6 +139,24 @@ class Experts:
         require(down == (gate[0], gate[2], gate[1]), "Experts", "down", "[E, H, I] for gate [E, I, H]", down, gate)
 
 
+class Loan(NamedTuple):
+    """Experts in memory, for as long as it takes to compute with them: what some of the choices ids [T, A] need."""
+
+    experts: Experts
+    ids: Tensor  # of these experts: [T, A]; or [pairs, 1] where only some pairs (token, choice) are meant
+    pairs: Tensor | None = None  # int64, those pairs, counted t A + a
+
+
+class Lender(ABC):
+    """Experts of which only some are in memory at a time. `shape` is that of the gates, (E, I, H)."""
+
+    shape: tuple[int, int, int]
+
+    @abstractmethod
+    def lend(self, ids: Tensor) -> Generator[Loan]:
+        """Loans that together cover every choice of ids [T, A] once; each lasts until the next is asked for."""
+
+
 def expert_qmm(x: Tensor, ids: Tensor, w: Projection, *, out: Tensor | None = None) -> Tensor:
     """y[t, a] = w[ids[t, a]] x[t], or x[t, a]: one projection of the chosen experts.
 
@@ -158,7 +179,7 @@ def expert_qmm(x: Tensor, ids: Tensor, w: Projection, *, out: Tensor | None = No
 
 
 def expert_mlp(
-    x: Tensor, ids: Tensor, experts: Experts, activation: str = "silu", *, out: Tensor | None = None
+    x: Tensor, ids: Tensor, experts: Experts | Lender, activation: str = "silu", *, out: Tensor | None = None
 ) -> Tensor:
     """y[t, a] = down_e (activation(gate_e x) . (up_e x)) with e = ids[t, a].
 
@@ -166,6 +187,8 @@ def expert_mlp(
 
     Any number of tokens, experts and choices; what lies between stays float32. `out` must not overlap x.
     """
+    if isinstance(experts, Lender):
+        return _lent_mlp(x, ids, experts, activation, out)
     require(isinstance(experts, Experts), "expert_mlp", "experts", "an Experts", experts)
     require(activation in ACTIVATIONS, "expert_mlp", "activation", NAMED, activation)
     _require_chosen("expert_mlp", x, ids, experts.gate, "experts")
@@ -181,6 +204,24 @@ def expert_mlp(
         gate, up, down = (_expert_weights(w, index, rows.dtype).mT for w in (experts.gate, experts.up, experts.down))
         y[t, a] = (activate(chosen @ gate, activation) * (chosen @ up)) @ down
     return deliver(y, x.dtype, out)
+
+
+def _lent_mlp(x: Tensor, ids: Tensor, lender: Lender, activation: str, out: Tensor | None) -> Tensor:
+    """As many calls as there are loans: a pair's result does not depend on what is computed beside it."""
+    require(isinstance(ids, Tensor) and ids.ndim == 2, "expert_mlp", "ids", "int32 or int64 [T, A]", ids)
+    E, _, H = lender.shape
+    require_ids("expert_mlp", "ids", ids, E)
+    require_out("expert_mlp", out, (*ids.shape, H), x.dtype, x.device)
+    y = torch.empty(*ids.shape, H, dtype=x.dtype, device=x.device) if out is None else out
+    with closing(lender.lend(ids)) as loans:
+        for loan in loans:
+            if loan.pairs is None:
+                expert_mlp(x, loan.ids, loan.experts, activation, out=y)
+                continue
+            t, a = loan.pairs // ids.shape[1], loan.pairs % ids.shape[1]
+            rows = x[t] if x.ndim == 2 else x[t, a]
+            y[t, a] = expert_mlp(rows, loan.ids, loan.experts, activation).squeeze(1)
+    return y
 
 
 def _expert_weights(w: Projection, index: int, dtype: torch.dtype) -> Tensor:

@@ -1,43 +1,78 @@
-"""OpenAI's shapes of an answer: whole, and in chunks. An object hears of every piece of its replies."""
+"""Answers: what all have, and those of OpenAI's older routes, whole and in chunks."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Protocol
 
 from ..chat import Tokenizer
 from ..jobs import Job, Piece, Token
+from .refusals import Refused
+from .schema import Wish
+
+DONE = b"data: [DONE]\n\n"
 
 
-class Answer(ABC):
-    """What both routes share: who answers, and what it took."""
+class Answer(Protocol):
+    """What becomes of the pieces of a request's replies: one JSON, or server-sent events."""
+
+    def __init__(self, model: str, tokenizer: Tokenizer, wish: Wish, jobs: list[Job]) -> None: ...
+    def whole(self, replies: list[list[Piece]]) -> dict[str, Any]: ...
+    def events(self, index: int, piece: Piece) -> bytes:
+        """What is sent for a piece of a reply; nothing where there is nothing to say yet."""
+
+    def end(self) -> bytes:
+        """What is sent when all replies have ended."""
+
+    def failed(self, refused: Refused) -> bytes:
+        """What is sent instead, when one cannot end."""
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """A server-sent event."""
+    data = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
+
+
+class OpenAI(ABC):
+    """What the two older routes share: who answers, and what it took."""
 
     object = chunk_object = prefix = ""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, include_usage: bool = False) -> None:
-        self.model, self.tokenizer, self.include_usage = model, tokenizer, include_usage
+    def __init__(self, model: str, tokenizer: Tokenizer, wish: Wish, jobs: list[Job]) -> None:
+        self.model, self.tokenizer, self.jobs, self.include_usage = model, tokenizer, jobs, wish.include_usage
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
+        self.opened: set[int] = set()  # replies of which something was sent
 
-    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        made = {**self._head(self.chunk_object), "choices": [choice]}
-        return {**made, "usage": None} if self.include_usage else made
-
-    def last_chunk(self, jobs: list[Job]) -> dict[str, Any]:
-        return {**self._head(self.chunk_object), "choices": [], "usage": usage(jobs)}
-
-    def whole(self, jobs: list[Job], replies: list[list[Piece]]) -> dict[str, Any]:
+    def whole(self, replies: list[list[Piece]]) -> dict[str, Any]:
         choices = [self.choice(index, pieces) for index, pieces in enumerate(replies)]
-        return {**self._head(self.object), "choices": choices, "usage": usage(jobs)}
+        return {**self._head(self.object), "choices": choices, "usage": usage(self.jobs)}
+
+    def events(self, index: int, piece: Piece) -> bytes:
+        choices = self.deltas(index, piece)
+        if index not in self.opened:
+            self.opened.add(index)
+            choices = [*self.opening(index), *choices]
+        more = {"usage": None} if self.include_usage else {}
+        return b"".join(event({**self._head(self.chunk_object), "choices": [choice], **more}) for choice in choices)
+
+    def end(self) -> bytes:
+        last = {**self._head(self.chunk_object), "choices": [], "usage": usage(self.jobs)}
+        return (event(last) if self.include_usage else b"") + DONE
+
+    def failed(self, refused: Refused) -> bytes:
+        return event(refused.body) + DONE
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> list[dict[str, Any]]:
         """What stands before a reply's first piece."""
-        return None
+        return []
 
     @abstractmethod
     def choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
@@ -51,7 +86,7 @@ class Answer(ABC):
         return self.tokenizer.decode([id])
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(OpenAI):
     object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -59,8 +94,9 @@ class ChatAnswer(Answer):
         self.called: set[int] = set()  # replies that have called a tool
         self.unsaid: dict[int, list[Token]] = {}  # log-probabilities of tokens whose text is held back
 
-    def opening(self, index: int) -> dict[str, Any]:
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        first = {"role": "assistant", "content": ""}
+        return [{"index": index, "delta": first, "logprobs": None, "finish_reason": None}]
 
     def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         deltas = [self._delta(index, event.kind, event.text, event.index) for event in piece.events]
@@ -123,7 +159,7 @@ class ChatAnswer(Answer):
         return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(OpenAI):
     object, chunk_object, prefix = "text_completion", "text_completion", "cmpl"
 
     def __init__(self, *args: Any, **more: Any) -> None:

@@ -21,19 +21,40 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import metrics
-from . import schema
+from . import messages, responses, schema, tables
 from .answers import Answer, ChatAnswer, CompletionAnswer
 from .body import read_json
-from .fields import Fields
 from .gate import Gate
+from .messages import MessagesAnswer
+from .openapi import Operation, describe
+from .page import Page
 from .refusals import Refused, wrong
-from .schema import Wish
+from .responses import ResponsesAnswer
+from .schema import Given, Wish
 from .service import Service
+from .settings import Settings
 from .streams import EventStream, whole
+from .tables import Model
 
 log = logging.getLogger("halfbyte.server")
 WATCH_SECONDS = 0.25
 Labels = metrics.Labels
+Wished = Callable[[Given, Model, Settings], Wish]
+OPERATIONS = (
+    Operation("/v1/chat/completions", "chat", "A reply to a conversation (OpenAI).", tables.chat, streams=True),
+    Operation("/v1/completions", "completions", "Texts that go on (OpenAI).", tables.completion, streams=True),
+    Operation("/v1/responses", "responses", "A reply as items (OpenAI), stateless.", responses.table, streams=True),
+    Operation("/v1/messages", "messages", "A reply as blocks (Anthropic).", messages.table, streams=True),
+    Operation("/v1/messages/count_tokens", "count_tokens", "Tokens of a conversation (Anthropic).", messages.count),
+    Operation("/v1/models", "models", "The models that are served."),
+    Operation("/v1/models/{name:path}", "model", "One of them."),
+    Operation("/tokenize", "tokenize", "Token ids of a text, or of a conversation.", tables.tokenize),
+    Operation("/detokenize", "detokenize", "The text of token ids.", tables.detokenize),
+    Operation("/health", "health", "Whether the process should live."),
+    Operation("/ready", "ready", "Whether it should be sent more work."),
+    Operation("/metrics", "numbers", "Numbers for Prometheus.", media="text/plain"),
+    Operation("/openapi.json", "description", "This description."),
+)
 
 
 class Counted:
@@ -68,68 +89,80 @@ class Counted:
 
 
 class Api:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, guarded: bool) -> None:
         self.service, self.settings = service, service.settings
+        self.tables = {
+            one.path: one.body(service.described, service.settings) for one in OPERATIONS if one.body is not None
+        }
+        self.described = describe(OPERATIONS, self.tables, guarded)
         self.name = service.described.names[0]
         self.started = int(time.time())
         self.requests: Counter[Labels] = Counter()
 
     async def chat(self, request: Request) -> Any:
-        wish = schema.chat(await self._body(request), self.service.described, self.settings)
-        return await self._answer(request, wish, ChatAnswer)
+        return await self._answer(request, schema.chat, ChatAnswer)
 
     async def completions(self, request: Request) -> Any:
-        wish = schema.completion(await self._body(request), self.service.described, self.settings)
-        return await self._answer(request, wish, CompletionAnswer)
+        return await self._answer(request, schema.completion, CompletionAnswer)
 
-    async def _body(self, request: Request) -> Any:
+    async def responses(self, request: Request) -> Any:
+        return await self._answer(request, responses.wish, ResponsesAnswer)
+
+    async def messages(self, request: Request) -> Any:
+        return await self._answer(request, messages.wish, MessagesAnswer)
+
+    async def count_tokens(self, request: Request) -> Response:
+        wish = messages.wish(await self._body(request), self.service.described, self.settings)
+        ids = (await asyncio.to_thread(self.service.conversation, wish))[0][0]
+        return JSONResponse({"input_tokens": len(ids)})
+
+    async def _body(self, request: Request) -> Given:
+        """The body, every field of it checked by the route's table."""
         if self.service.draining:
             raise Refused(503, "The server is shutting down.", code="shutting_down")
-        return await read_json(request, self.settings)
+        return self.tables[request.scope["path"]].read(await read_json(request, self.settings))
 
-    async def _answer(self, request: Request, wish: Wish, kind: type[Answer]) -> Any:
+    async def _answer(self, request: Request, wished: Wished, kind: type[Answer]) -> Any:
         service = self.service
+        wish = wished(await self._body(request), service.described, self.settings)
         jobs = await service.jobs(wish, request.scope["owner"])
         ticket = service.desk.submit(jobs)
-        answer = kind(self.name, service.tokenizer, wish.include_usage)
+        answer = kind(self.name, service.tokenizer, wish, jobs)
         if wish.stream:
             return EventStream(service.desk, ticket, answer, self.settings.ping_seconds)
         return JSONResponse(await whole(service.desk, ticket, answer, request.receive))
 
     async def models(self, request: Request) -> Response:
-        described = [self._model(name) for name in self.service.described.names]
-        wanted = request.path_params.get("name")
-        if wanted is None:
-            return JSONResponse({"object": "list", "data": described})
-        for one in described:
-            if one["id"] == wanted:
-                return JSONResponse(one)
-        raise Refused(404, "There is no such model here.", "model", "model_not_found")
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self.service.described.names]})
+
+    async def model(self, request: Request) -> Response:
+        if (name := request.path_params["name"]) not in self.service.described.names:
+            raise Refused(404, "There is no such model here.", "model", "model_not_found")
+        return JSONResponse(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
         known = {"id": name, "object": "model", "created": self.started, "owned_by": "halfbyte"}
         return {**known, "max_model_len": self.service.described.context}
 
     async def tokenize(self, request: Request) -> Response:
-        """Of a text ("prompt", or "content" as llama.cpp has it), or of messages through the template."""
-        service, given = self.service, Fields(await self._body(request))
-        if given.get("messages") is not None:
-            wish = schema.chat(given.given, service.described, self.settings)
+        service, given = self.service, await self._body(request)
+        if given["messages"] is not None:
+            wish = schema.chat(given, service.described, self.settings)
             ids = (await asyncio.to_thread(service.conversation, wish))[0][0]
         else:
-            name = "prompt" if given.get("prompt") is not None else "content"
-            text = given.text(name, self.settings.prompt_bytes(service.described.context))
+            text = given["content"] if given["prompt"] is None else given["prompt"]
             if text is None:
                 raise wrong("prompt", "a text")
-            special = given.flag("add_special_tokens", given.flag("add_special"))
+            special = given["add_special_tokens"] or given["add_special"]
             ids = await asyncio.to_thread(service.tokenizer.prompt_ids if special else service.tokenizer.encode, text)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.described.context})
 
     async def detokenize(self, request: Request) -> Response:
-        given = Fields(await self._body(request))
-        ids = schema.ids(given.get("tokens"), "tokens", self.service.described) if given.get("tokens") != [] else []
-        text = await asyncio.to_thread(self.service.tokenizer.decode, ids)
+        text = await asyncio.to_thread(self.service.tokenizer.decode, (await self._body(request))["tokens"])
         return JSONResponse({"prompt": text, "content": text})
+
+    async def description(self, request: Request) -> Response:
+        return JSONResponse(self.described)
 
     async def health(self, request: Request) -> Response:
         """Whether the process should live."""
@@ -162,6 +195,21 @@ class Api:
             "prefix_cache_hit_tokens_total": ("Tokens of prompts not computed.", counts["prefix_cache_hit_tokens"]),
             "aborts_total": ("Replies that ended before their time.", aborts),
             "engine_up": ("1 while the engine answers.", int(scheduler.trouble is None)),
+            **self._of_experts(),
+        }
+
+    def _of_experts(self) -> dict[str, tuple[str, metrics.Value]]:
+        """Of a model whose experts are on disk."""
+        if (residency := self.service.model.residency) is None:
+            return {}
+        reads = residency.reads
+        return {
+            "expert_cache_bytes": ("Memory of experts.", residency.nbytes),
+            "expert_cache_hits_total": ("Experts that were in memory when needed.", reads.needed - reads.missing),
+            "expert_cache_misses_total": ("Experts that had to be read.", reads.missing),
+            "expert_read_bytes_total": ("Bytes of experts read.", reads.bytes),
+            "expert_read_seconds_total": ("Time in which they were read.", reads.seconds),
+            "expert_read_stalls_total": ("Times that a read seemed to have no end.", residency.reader.stalls),
         }
 
 
@@ -169,7 +217,7 @@ def create(
     service: Service, *, keys: list[str], hosts: list[str], origins: list[str], fatal: Callable[[], None]
 ) -> ASGIApp:
     """The application. `fatal` is called once when the engine has died or hangs, after every client was told."""
-    api = Api(service)
+    api = Api(service, guarded=bool(keys))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -180,17 +228,8 @@ def create(
         watcher.cancel()
         service.scheduler.close()
 
-    routes = [
-        Route("/v1/chat/completions", api.chat, methods=["POST"]),
-        Route("/v1/completions", api.completions, methods=["POST"]),
-        Route("/v1/models", api.models),
-        Route("/v1/models/{name:path}", api.models),
-        Route("/tokenize", api.tokenize, methods=["POST"]),
-        Route("/detokenize", api.detokenize, methods=["POST"]),
-        Route("/health", api.health),
-        Route("/ready", api.ready),
-        Route("/metrics", api.numbers),
-    ]
+    routes = [Route("/", Page().answer)]
+    routes += [Route(one.path, getattr(api, one.answer), methods=[one.method]) for one in OPERATIONS]
     middleware = [Middleware(Counted, counts=api.requests, routes=frozenset(route.path for route in routes))]
     if origins:
         allowed = ["Authorization", "Content-Type", "X-API-Key"]
@@ -218,16 +257,17 @@ async def watch(service: Service, fatal: Callable[[], None]) -> None:
 
 
 async def _refused(request: Request, refused: Refused) -> Response:
-    return refused.response
+    return refused.response(request.scope["path"])
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     said = {404: "There is no such route.", 405: "This route takes another method."}.get(error.status_code, "Refused.")
-    return Refused(error.status_code, said).response
+    return Refused(error.status_code, said).response(request.scope["path"])
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     """The client gets an id to quote; what went wrong stands in the log under it."""
     id = request.scope.get("request_id", "")
     log.error("request %s failed", id)
-    return Refused(500, f"The server failed; its log has this as request {id}.", code="internal_error").response
+    refused = Refused(500, f"The server failed; its log has this as request {id}.", code="internal_error")
+    return refused.response(request.scope["path"])

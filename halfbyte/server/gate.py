@@ -40,7 +40,7 @@ class Gate:
         try:
             scope["owner"] = self._admitted(scope)
         except Refused as refused:
-            await refused.response(scope, receive, send)
+            await refused.response(scope["path"])(scope, receive, send)
             return
         await self.app(scope, receive, send)
 

@@ -19,13 +19,16 @@ from ..memory import available
 from ..models.decoder import Decoder
 from ..prefixes import shared
 from ..scheduler import Scheduler
+from ..text import template
+from ..text.decoder import Stops
 from ..text.reply import Event, Reply
 from ..text.template import TemplateError
 from . import tools
 from .refusals import Refused
-from .schema import Model, Wish, full
+from .schema import Wish, full
 from .settings import Settings
 from .streams import Desk
+from .tables import Model
 
 CACHE_SHARE = 0.1  # of memory, for the beginnings of prompts
 SMALLEST = 256  # tokens: a context below this serves nobody
@@ -36,6 +39,7 @@ class Service:
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, names: Sequence[str], settings: Settings) -> None:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        template.limit(settings.template_seconds, settings.template_mb << 20, settings.template_output_mb << 20)
         free = available(model.device)
         budget = settings.prompt_cache_bytes if settings.prompt_cache_bytes >= 0 else int(free * CACHE_SHARE)
         self.cache = new_cache(model, settings, free - budget)
@@ -63,6 +67,10 @@ class Service:
         def compile() -> Constraint | None:
             for tool in wish.tools:
                 self.grammars.check_schema(tool["function"].get("parameters") or {})
+            if wish.form is None and wish.forced is not None and self.tokenizer.syntax.call[0]:
+                syntax, term = self.tokenizer.syntax, self.grammars.term
+                rest = tools.rest(syntax, wish.tools, wish.forced, wish.single, term)
+                return self.grammars.constraint("grammar", rest)
             return self.grammars.constraint(*wish.form) if wish.form is not None else None
 
         if not wish.tools and wish.form is None:
@@ -112,9 +120,10 @@ class Service:
         room = min(wish.max_tokens, self.cache.capacity - len(prompt))
         reply, early = self._reply(wish, prompt, opening)
         told = wish.logprobs is not None
+        stops = Stops(wish.stop, self.settings.max_stop, self.settings.max_stop_bytes)
         job = Job(
             Request(prompt, room, params, self.tokenizer.eos_ids, wants_logits=told), owner,
-            self.tokenizer.decoder(wish.stop), reply, form.copy() if form else None, wish.logprobs, stable,
+            self.tokenizer.decoder(stops), reply, form.copy() if form else None, wish.logprobs, stable,
             prompt=prompt, early=early,
         )  # fmt: skip
         if job.constraint is not None:

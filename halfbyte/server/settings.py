@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from .. import limits
+
 
 def limit(default: Any, help: str, metavar: str = "N") -> Any:
     return field(default=default, metadata={"help": help, "metavar": metavar})
@@ -28,11 +30,18 @@ class Settings:
     )
     max_tokens_default: int = limit(1024, "of a reply that asks for no number")
     max_n: int = limit(8, "replies that one request may ask for, over all its prompts")
+    max_top_logprobs: int = limit(limits.TOP_LOGPROBS, "of the likeliest tokens told with each token")
+    max_stop: int = limit(limits.STOP_STRINGS, "stop strings of a request")
+    max_stop_bytes: int = limit(limits.STOP_BYTES, "of a stop string", "BYTES")
+    max_logit_bias: int = limit(limits.LOGIT_BIASES, "tokens that a request may make likelier or less likely")
     max_tools: int = limit(128, "tools of a request")
     max_schema_kb: int = limit(64, "of a schema or a grammar, and of a tool", "KB")
     schema_seconds: float = limit(2.0, "of compiling a schema or a grammar", "S")
     max_messages: int = limit(4096, "of a conversation")
     max_parts: int = limit(256, "of one message")
+    template_seconds: float = limit(limits.TEMPLATE_SECONDS, "of the chat template over a conversation", "S")
+    template_mb: int = limit(limits.TEMPLATE_MEMORY >> 20, "of memory that the chat template may take", "MB")
+    template_output_mb: int = limit(limits.TEMPLATE_OUTPUT >> 20, "of text that the chat template may make", "MB")
     stream_buffer_kb: int = limit(1024, "of a reply that its reader has not taken", "KB")
     slow_reader_seconds: float = limit(60.0, "a reader may take nothing, then it is dropped", "S")
     ping_seconds: float = limit(15.0, "of silence in a stream, then a comment keeps it alive", "S")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -121,7 +120,7 @@ async def whole(desk: Desk, ticket: Ticket, answer: Answer, receive: Receive) ->
                 coming.cancel()
                 raise Refused(499, "The client has gone.")
             if (arrived := coming.result()) is None:
-                return answer.whole(ticket.jobs, replies)
+                return answer.whole(replies)
             if arrived[1].error is not None:
                 raise failure(arrived[1])
             replies[arrived[0]].append(arrived[1])
@@ -165,17 +164,16 @@ class EventStream:
         async for data in self._events():
             if isinstance(data, Refused):
                 if not started:
-                    await data.response(scope, receive, send)
+                    await data.response(scope["path"])(scope, receive, send)
                     return
-                data = event(data.body)
+                data = self.answer.failed(data)
             if not started:
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
                 started = True
             await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes | Refused]:
-        opened: set[int] = set()
         while True:
             try:
                 arrived = await self.ticket.next(self.ping_seconds)
@@ -184,21 +182,11 @@ class EventStream:
                 yield f": keep-alive {job.request.computed}/{len(job.request.prompt)}\n\n".encode()
                 continue
             if arrived is None:
-                break
+                yield self.answer.end()
+                return
             index, piece = arrived
             if piece.error is not None:
                 yield failure(piece)
                 return
-            choices = self.answer.deltas(index, piece)
-            if index not in opened:
-                opened.add(index)
-                opening = self.answer.opening(index)
-                choices = [*([opening] if opening else []), *choices]
-            if choices:
-                yield b"".join(event(self.answer.chunk(choice)) for choice in choices)
-        if self.answer.include_usage:
-            yield event(self.answer.last_chunk(self.ticket.jobs))
-
-
-def event(value: Any) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+            if data := self.answer.events(index, piece):
+                yield data

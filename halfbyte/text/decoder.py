@@ -31,9 +31,9 @@ class Decoder:
     character by character, so it does not depend on how the text is cut into tokens.
     """
 
-    def __init__(self, text: Detokenizer, stop: str | Iterable[str] = (), hidden: Iterable[int] = ()) -> None:
+    def __init__(self, text: Detokenizer, stop: str | Iterable[str] | Stops = (), hidden: Iterable[int] = ()) -> None:
         self._text = text
-        self._stops = Stops([stop] if isinstance(stop, str) else stop)
+        self._stops = stop if isinstance(stop, Stops) else Stops([stop] if isinstance(stop, str) else stop)
         self._hidden = frozenset(hidden)
 
     @property
@@ -52,13 +52,15 @@ class Decoder:
 class Stops:
     """Looks for stop strings with one Knuth-Morris-Pratt automaton each, and holds back what may become one."""
 
-    def __init__(self, stops: Iterable[str]) -> None:
+    def __init__(
+        self, stops: Iterable[str], most: int = limits.STOP_STRINGS, most_bytes: int = limits.STOP_BYTES
+    ) -> None:
         self.stops = list(stops)
-        if len(self.stops) > limits.STOP_STRINGS:
-            raise ValueError(f"{len(self.stops)} stop strings, at most {limits.STOP_STRINGS} are taken.")
+        if len(self.stops) > most:
+            raise ValueError(f"{len(self.stops)} stop strings, at most {most} are taken.")
         for stop in self.stops:
-            if not isinstance(stop, str) or not 0 < len(stop.encode("utf-8", "replace")) <= limits.STOP_BYTES:
-                raise ValueError(f"A stop string must have 1 to {limits.STOP_BYTES} bytes, this is {shown(stop)}.")
+            if not isinstance(stop, str) or not 0 < len(stop.encode("utf-8", "replace")) <= most_bytes:
+                raise ValueError(f"A stop string must have 1 to {most_bytes} bytes, this is {shown(stop)}.")
         self.stops.sort(key=len, reverse=True)  # of two that end together the longer is met
         self.borders = [_borders(stop) for stop in self.stops]
         self.matched = [0] * len(self.stops)

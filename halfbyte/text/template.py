@@ -17,7 +17,7 @@ from ..errors import CheckpointError, HalfbyteError, shown
 
 WORKER = Path(__file__).with_name("template_worker.py")
 LENGTH_BYTES = 8
-ANSWER_BYTES = 8 * limits.TEMPLATE_OUTPUT  # as JSON a character takes up to six times its bytes
+ANSWER_BYTES = 8  # of a character, at most: as JSON it takes up to six times its bytes
 START_SECONDS = 60.0  # a machine under load; it takes a tenth of a second
 # What Python needs to find jinja2, and the clock of strftime_now. Nothing else, above all no keys and tokens.
 ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "SYSTEMROOT", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
@@ -74,15 +74,9 @@ def _text(folder: Path, name: str) -> str:
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
     """The text that a template makes of its variables, which must be JSON."""
+    spent = {"seconds": _worker.seconds, "output": _worker.output}
     try:
-        request = json.dumps(
-            {
-                "template": source,
-                "variables": variables,
-                "seconds": limits.TEMPLATE_SECONDS,
-                "output": limits.TEMPLATE_OUTPUT,
-            }
-        )
+        request = json.dumps({"template": source, "variables": variables, **spent})
     except (TypeError, ValueError, RecursionError) as error:
         raise TemplateError(f"The messages cannot be given to the chat template: {error}.") from None
     answer = _worker.ask(request.encode("ascii"))
@@ -91,10 +85,18 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
     return answer["text"]
 
 
+def limit(seconds: float, memory: int, output: int) -> None:
+    """Of every rendering from here on: its time, and bytes of memory and of text."""
+    with _worker.lock:
+        _worker.seconds, _worker.memory, _worker.output = seconds, memory, output
+        _worker.stop()
+
+
 class Worker:
     """The process that renders: started when first needed, killed when it is late, then started anew."""
 
     def __init__(self) -> None:
+        self.seconds, self.memory, self.output = limits.TEMPLATE_SECONDS, limits.TEMPLATE_MEMORY, limits.TEMPLATE_OUTPUT
         self.process: subprocess.Popen[bytes] | None = None
         self.owner = 0
         self.lock = threading.Lock()
@@ -103,7 +105,7 @@ class Worker:
         with self.lock:
             if self.owner != os.getpid() or self.process is None or self.process.poll() is not None:
                 self.start()  # a forked child must not speak into its parent's pipes
-            answer = self._exchange(request, limits.TEMPLATE_SECONDS)
+            answer = self._exchange(request, self.seconds)
             if "spent" in answer:
                 self.stop()
             return answer
@@ -112,7 +114,7 @@ class Worker:
         """-P keeps the current folder, which may be the model's, out of what Python imports from."""
         self.owner = os.getpid()
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(WORKER), str(limits.TEMPLATE_MEMORY)],
+            [sys.executable, "-P", str(WORKER), str(self.memory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -146,7 +148,7 @@ class Worker:
                 process.stdin.write(len(request).to_bytes(LENGTH_BYTES, "little") + request)
                 process.stdin.flush()
             length = int.from_bytes(process.stdout.read(LENGTH_BYTES), "little")
-            answer: dict[str, str] = json.loads(process.stdout.read(min(length, ANSWER_BYTES)))
+            answer: dict[str, str] = json.loads(process.stdout.read(min(length, ANSWER_BYTES * self.output)))
         except (OSError, ValueError):  # the pipe broke
             self.stop()
             return {"error": f"it takes longer than {seconds:g} s" if late.is_set() else "it ended its process"}

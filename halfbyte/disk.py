@@ -1,0 +1,54 @@
+"""How fast experts come from the disk: the reads of a run, of ranges that the system does not have in memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from itertools import islice
+
+from .checkpoint.ledger import Ledger, Mixture
+from .expert_reader import ExpertReader, Range
+from .residency import descriptors_for, expert_bytes, parts_of
+
+MOST = 256 << 20  # bytes that are read
+TOGETHER = 8  # experts that are asked for at a time, as a layer does
+
+
+def expert_bandwidth(ledger: Ledger, most: int = MOST) -> float:
+    """Bytes a second, over experts from all of the checkpoint. The system forgets what it had of them in memory."""
+    experts = [(one, expert) for one in ledger.mixtures.values() for expert in range(one.form.gate.shape[0])]
+    total = sum(expert_bytes(one) for one, _ in experts)
+    sample = experts[:: -(-total // most)]
+    buffer = memoryview(bytearray(TOGETHER * max(expert_bytes(one) for one, _ in sample)))
+    files, seconds = ledger.checkpoint.states, 0.0
+    reader = ExpertReader(files, most_open=descriptors_for(files))
+    try:
+        waiting = iter(sample)
+        while some := list(islice(waiting, TOGETHER)):
+            ranges = _ranges(some, buffer)
+            _drop(reader, ranges)
+            before = time.perf_counter()
+            reader.start(ranges)
+            reader.finish()
+            seconds += time.perf_counter() - before
+        return reader.bytes / seconds
+    finally:
+        reader.close()
+
+
+def _ranges(experts: Sequence[tuple[Mixture, int]], buffer: memoryview) -> list[Range]:
+    found, at = [], 0
+    for mixture, expert in experts:
+        for span in parts_of(mixture).values():
+            stored, start, size = span.entry(expert)
+            found.append(Range(stored.path, start, stored.name, buffer[at : at + size]))
+            at += size
+    return found
+
+
+def _drop(reader: ExpertReader, ranges: Sequence[Range]) -> None:
+    """Where the system cannot be asked to forget, its memory is what is measured."""
+    for one in ranges if hasattr(os, "posix_fadvise") else ():
+        with reader.files.open(one.path) as descriptor:
+            os.posix_fadvise(descriptor, one.start, len(one.view), os.POSIX_FADV_DONTNEED)

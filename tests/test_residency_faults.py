@@ -1,0 +1,139 @@
+"""Experts on disk, and what disks and people do to them: rows 55 to 58 of the fault plan, for a model that runs.
+
+test_reading.py has them for one that is loaded.
+"""
+
+import errno
+import logging
+import os
+import resource
+import threading
+
+import pytest
+from safetensors.torch import load_file, save_file
+from streaming import TINY, budget_of, shard, tokens
+from test_reading import limited
+
+from halfbyte import expert_reader
+from halfbyte.errors import CheckpointError, StorageError
+from halfbyte.loading import load_model
+
+
+def test_row_55_deleted_while_it_runs(resident, copied, caplog):
+    model = load_model(copied, expert_cache=budget_of(TINY, 5))
+    shard(copied).unlink()
+    with caplog.at_level(logging.WARNING):
+        assert tokens(model) == tokens(resident)
+    assert caplog.text.count("it was deleted") == 1
+
+
+def test_row_56_cut_while_it_runs(resident, copied):
+    """An error that names file and tensor; a map would have killed the process."""
+    model = load_model(copied, expert_cache=budget_of(TINY, 5))
+    assert tokens(model, 2) == tokens(resident, 2)
+    os.truncate(shard(copied), 2000)
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: it ends at byte \d+; tensor '.*switch_mlp.*' needs"
+    ):
+        tokens(model)
+
+
+def test_row_56_overwritten_while_it_runs(copied):
+    """Other bytes of the same size: found by the time at which they were written, before anything is computed."""
+    model = load_model(copied, expert_cache=budget_of(TINY, 5))
+    with shard(copied).open("r+b") as file:
+        file.seek(-100_000, os.SEEK_END)
+        file.write(os.urandom(100_000))
+    with pytest.raises(CheckpointError, match="changed after it had been checked"):
+        tokens(model)
+
+
+def test_row_57_interrupts_and_short_reads(resident, monkeypatch):
+    model = load_model(TINY, expert_cache=budget_of(TINY, 5))
+    lock, turns = threading.Lock(), iter(range(10**9))
+
+    def stutter(fd, views, at, real=os.preadv):
+        with lock:
+            turn = next(turns)
+        if turn % 5 == 0:
+            raise InterruptedError
+        return real(fd, [views[0][: 13 + len(views[0]) // 2]], at)
+
+    monkeypatch.setattr(os, "preadv", stutter)
+    assert tokens(model, 3) == tokens(resident, 3)
+
+
+def test_row_57_a_disk_that_fails_once(resident, monkeypatch):
+    """The request gets the error; the next one gets the right tokens: nothing half read counts as read."""
+    model, real = load_model(TINY, expert_cache=budget_of(TINY, 40)), os.preadv
+    expected = tokens(resident)
+    for good in (0, 70, 300, 1000):
+        left = iter(range(good))
+
+        def fail(fd, views, at, left=left):
+            if next(left, None) is not None:
+                return real(fd, views, at)
+            views[0][:] = bytes(len(views[0]))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(StorageError, match=r"reading at byte \d+: Input/output error") as caught:
+            tokens(model)
+        assert caught.value.exit_code == 5 and "model.safetensors" in str(caught.value)
+        monkeypatch.undo()
+        assert tokens(model) == expected
+
+
+def test_an_interrupt_while_it_waits_leaves_nothing_half_read(resident, monkeypatch):
+    """Ctrl-C, and threads that go on writing into their slots: whoever reads next waits for them."""
+    model, real, expected = load_model(TINY, expert_cache=budget_of(TINY, 6)), os.preadv, tokens(resident)
+    reader = model.residency.reader
+
+    def slow(fd, views, at):
+        threading.Event().wait(0.02)
+        return real(fd, views, at)
+
+    for count in (0, 3, 30):
+        left = iter(range(count))
+
+        def interrupted(left=left, finish=reader.finish):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            finish()
+
+        monkeypatch.setattr(reader, "finish", interrupted)
+        monkeypatch.setattr(os, "preadv", slow)
+        with pytest.raises(KeyboardInterrupt):
+            tokens(model)
+        monkeypatch.undo()
+        assert tokens(model) == expected
+
+
+def test_row_57_a_disk_that_stalls(resident, monkeypatch, caplog):
+    model, real = load_model(TINY, expert_cache=budget_of(TINY, 128)), os.preadv
+    once = iter([0.3])
+
+    def stall(fd, views, at):
+        threading.Event().wait(next(once, 0))
+        return real(fd, views, at)
+
+    monkeypatch.setattr(os, "preadv", stall)
+    monkeypatch.setattr(expert_reader, "STALLED", 0.1)
+    with caplog.at_level(logging.WARNING):
+        assert tokens(model, 3) == tokens(resident, 3)
+    assert model.residency.reader.stalls >= 1 and "the disk is slow" in caplog.text
+
+
+def test_row_58_more_shards_than_descriptors(resident, copied):
+    """A shard a tensor, of which a few may be open."""
+    stored = load_file(shard(copied))
+    shard(copied).unlink()
+    (copied / "model.safetensors.index.json").unlink(missing_ok=True)
+    for i, (name, tensor) in enumerate(stored.items()):
+        save_file({name: tensor}, copied / f"model-{i + 1:05d}-of-{len(stored):05d}.safetensors")
+    assert len(stored) > 159
+    expected = tokens(resident, 3)
+    used = len(os.listdir("/proc/self/fd"))
+    with limited(resource.RLIMIT_NOFILE, used + 48):
+        model = load_model(copied, expert_cache=budget_of(TINY, 5))
+        assert tokens(model, 3) == expected

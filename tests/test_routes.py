@@ -1,0 +1,158 @@
+"""Recorded routes: what was chosen, whole or refused; and a simulation that says what a run then does, to the read."""
+
+import argparse
+import json
+
+import pytest
+from streaming import TINY, budget_of, mixtures_of, tokens
+
+from halfbyte import cli, disk, routes
+from halfbyte.accounting import skeleton
+from halfbyte.commands.numbers import byte_count
+from halfbyte.errors import CheckpointError
+from halfbyte.expert_cache import POLICIES
+from halfbyte.loading import load_model
+from halfbyte.ops.dispatch import reference
+from halfbyte.residency import plan
+from halfbyte.routes import Routes
+from halfbyte.simulation import simulate
+
+
+def of(model):
+    return Routes(model.fingerprint, len(mixtures_of(TINY)), model.expert_count, model.experts_per_token)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """A prompt of 12 tokens and a reply of 30, computed with all experts in memory."""
+    model = load_model(TINY)
+    found = of(model)
+    with found.recording():
+        made = tokens(model, 30)
+    return found, made
+
+
+def test_every_step_and_layer_is_written_down(recorded):
+    found, made = recorded
+    assert [found.tokens(step) for step in found.steps] == [12] + [1] * (len(made) - 1)
+    assert all(len(step) == 8 and len(set(ids)) == 4 for step in found.steps[1:] for ids in step)
+
+
+def test_the_torch_body_is_recorded_too():
+    model = load_model(TINY)
+    found, again = of(model), of(model)
+    with found.recording(), reference():
+        expected = tokens(model, 2)
+    with reference(), again.recording():
+        assert tokens(model, 2) == expected
+    assert found.steps == again.steps and len(found.steps) == 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("slots", [4, 13, 40, 128])
+def test_a_simulation_is_the_run(recorded, policy, slots):
+    """The same routes, so the same hits and reads, whatever has room."""
+    found, made = recorded
+    budget = budget_of(TINY, slots)
+    model = load_model(TINY, expert_cache=budget, expert_policy=policy)
+    own = of(model)
+    with own.recording():
+        assert tokens(model, 30) == made
+    assert own.steps == found.steps, "ids are the model's, not those of slots"
+    predicted = simulate(found, plan(mixtures_of(TINY), budget, 4), policy)
+    (shelf,) = model.residency.shelves
+    prompt = Routes(found.fingerprint, 8, 16, 4, found.steps[:1])
+    assert simulate(prompt, model.residency.shares, policy).needed == 0
+    of_prompt = sum(len(set(ids)) for ids in found.steps[0])
+    assert predicted.needed == model.residency.reads.needed - of_prompt == 8 * 4 * (len(made) - 1)
+    assert 0 <= model.residency.reads.missing - predicted.read <= of_prompt
+    assert predicted.bytes_read == predicted.read * shelf.share.expert_bytes
+    if slots == 128:
+        assert predicted.hit_rate > 0.9 and model.residency.reads.missing == len(shelf.cache.places)
+
+
+def test_speed_is_that_of_memory_and_disk_together(recorded):
+    found, _ = recorded
+    one = simulate(found, plan(mixtures_of(TINY), budget_of(TINY, 4), 4), "lru")
+    assert one.tokens_per_second(100.0, 1e30) == pytest.approx(100)
+    assert one.tokens_per_second(1e30, 1e6) == pytest.approx(1e6 / one.bytes_per_token)
+
+
+def test_saved_and_read(recorded, tmp_path):
+    found, _ = recorded
+    found.save(tmp_path / "routes")
+    assert routes.read(tmp_path / "routes") == found
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda lines: [],
+        lambda lines: lines[1:],
+        lambda lines: ["[]", *lines[1:]],
+        lambda lines: [lines[0].replace('"layers": 8', '"layers": 7'), *lines[1:]],
+        lambda lines: [lines[0].replace('"layers": 8', '"layers": 1e9'), *lines[1:]],
+        lambda lines: [lines[0].replace('"per_token": 4', '"per_token": 0'), *lines[1:]],
+        lambda lines: [lines[0].replace('"routes": 1', '"routes": 2'), *lines[1:]],
+        lambda lines: [*lines, "[[16,1,2,3]]"],
+        lambda lines: [*lines, json.dumps([[0, 1, 2, 16]] * 8)],
+        lambda lines: [*lines, json.dumps([[0, 1, 2, True]] * 8)],
+        lambda lines: [*lines, json.dumps([[0, 1, 2]] * 8)],
+        lambda lines: [*lines, json.dumps([[0, 1, 2, 3]] * 7 + [[]])],
+        lambda lines: [*lines[:-1], lines[-1][:20]],
+    ],
+)
+def test_damaged_recordings_are_refused(recorded, tmp_path, spoil):
+    path = tmp_path / "routes"
+    recorded[0].save(path)
+    path.write_text("\n".join(spoil(path.read_text().splitlines())))
+    with pytest.raises(CheckpointError, match="Record it again"):
+        routes.read(path)
+
+
+def test_experts_come_from_the_disk_at_some_speed(monkeypatch):
+    monkeypatch.setattr(disk, "TOGETHER", 3)
+    ledger = skeleton(TINY)[1]
+    assert disk.expert_bandwidth(ledger) > 1e5
+    assert disk.expert_bandwidth(ledger, most=100_000) > 1e5
+
+
+def test_from_bench_to_plan(tmp_path, capsys, folder):
+    """Recorded by one command, foretold by the other, measured by the first again."""
+    path, name = str(tmp_path / "routes"), str(folder)
+    tests = ["bench", name, "-p", "0", "-n", "16", "-r", "1", "--no-warmup"]
+    assert cli.main([*tests, "--record-routes", path]) == 0
+    capsys.readouterr()
+    cache = str(budget_of(folder, 24))
+    assert cli.main(["plan", name, "--trace", path, "--expert-cache", cache, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["expert_caches"]
+    assert [one["policy"] for one in found] == list(POLICIES) and all(0 < one["hit_rate"] < 1 for one in found)
+    assert cli.main([*tests, "--expert-cache", cache, "-o", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert 0 < row["expert_hit_rate"] < 1 and row["disk_bytes_read"] > 0 and row["disk_gbps"] > 0
+    assert cli.main(["plan", name, "--trace", path]) == 0
+    assert "found in memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("4GB", 4 * 10**9), ("1.5GiB", 3 << 29), ("512 mb", 512 * 10**6), ("7", 7), ("2k", 2000), ("1t", 10**12)],
+)
+def test_sizes(text, count):
+    assert byte_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.0GB", "-1", "4XB", "GB", "1e9", "4 G B", "inf", "9" * 20, "1.GB"])
+def test_what_is_no_size(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a size"):
+        byte_count(text)
+
+
+def test_refusals(tmp_path, capsys):
+    """A cache that is too small names the least; routes of another model are refused."""
+    found = Routes("another", 8, 16, 4, [[[0, 1, 2, 3]] * 8])
+    found.save(tmp_path / "routes")
+    assert cli.main(["plan", "tiny", "--trace", str(tmp_path / "routes")]) == 2
+    assert "another model" in capsys.readouterr().err
+    assert cli.main(["generate", "tiny", "--prompt", "x", "--expert-cache", "1kB"]) == 4
+    assert f"({budget_of(TINY, 4)} bytes)" in capsys.readouterr().err
