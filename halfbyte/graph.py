@@ -71,6 +71,11 @@ class Recorder(TorchDispatchMode):
         self.held: list[Any] = []
         self.inside = False  # a kernel: its own torch calls are not the step's
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Or torch imports its compiler, for seconds, to tell it to leave this alone. Nothing here is compiled."""
+        return False
+
     def watch(self, entry: Entry) -> Callable[..., Any] | None:
         return None if entry.kernel is None else partial(self._kernel, entry.op, entry.kernel)
 

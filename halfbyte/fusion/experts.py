@@ -11,7 +11,7 @@ from ..graph import Book, Call, addresses, call
 from ..ops.dispatch import find
 from ..ops.experts import Experts
 from .matching import language, options
-from .together import form, joinable, laid_together, point
+from .together import Views, form, joinable, laid_together
 
 
 class Shared(NamedTuple):
@@ -29,7 +29,7 @@ def shared_expert(calls: list[Call]) -> list[Call]:
 
     expert_mlp(x, ids) and down(glu(gate x, up x)), which combine adds up, become one expert_mlp of k + 1 experts.
     """
-    book = Book(calls)
+    book, views = Book(calls), Views(calls)
     dropped: set[Call] = set()
     replaced: dict[Call, Call] = {}
     for end in calls:
@@ -41,7 +41,7 @@ def shared_expert(calls: list[Call]) -> list[Call]:
         B, k = ids.shape
         all_ids = torch.full((B, k + 1), experts.gate.shape[0], dtype=ids.dtype, device=ids.device)
         y = torch.empty((B, k + 1, experts.gate.shape[2]), dtype=x.dtype, device=x.device)
-        if not point(calls, [(ids, all_ids[:, :k]), (chosen.result, y[:, :k]), (down.result, y[:, k])]):
+        if not views.point([(ids, all_ids[:, :k]), (chosen.result, y[:, :k]), (down.result, y[:, k])]):
             continue
         parts = [(experts.gate, gate.args[1]), (experts.up, up.args[1]), (experts.down, down.args[1])]
         joined = Experts(*(laid_together(pair, (pair[0].shape[0] + 1, *pair[0].shape[1:])) for pair in parts))

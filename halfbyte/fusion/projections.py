@@ -12,7 +12,7 @@ from torch import Tensor
 from ..graph import Book, Call, addresses, call
 from ..ops.dispatch import find
 from .matching import language, options
-from .together import form, joinable, laid_together, point
+from .together import Views, form, joinable, laid_together
 
 
 def side_by_side(calls: list[Call]) -> list[Call]:
@@ -24,7 +24,7 @@ def side_by_side(calls: list[Call]) -> list[Call]:
             if one.kwargs.get("transpose", True) and x.ndim == 2:
                 key = (x.data_ptr(), x.shape, x.stride(), x.dtype, *form(one.args[1]))
                 groups.setdefault(key, []).append(one)
-    place = {one: index for index, one in enumerate(calls)}
+    place, views = {one: index for index, one in enumerate(calls)}, Views(calls)
     replaced: dict[Call, Call] = {}
     dropped: set[Call] = set()
     for group in groups.values():
@@ -33,7 +33,7 @@ def side_by_side(calls: list[Call]) -> list[Call]:
             continue
         widths = [one.result.shape[1] for one in group]
         y = torch.empty((x.shape[0], sum(widths)), dtype=x.dtype, device=x.device)
-        if not point(calls, zip((one.result for one in group), y.split(widths, 1), strict=True)):
+        if not views.point(zip((one.result for one in group), y.split(widths, 1), strict=True)):
             continue
         joined = laid_together([one.args[1] for one in group], (sum(widths), x.shape[1]))
         replaced[group[0]] = call("qmm", group[0].run, (x, joined), {"transpose": True, "out": y}, y, (), group)

@@ -27,27 +27,31 @@ def form(w: Packed) -> tuple[object, ...]:
     return (w.bits, w.group, w.mode, w.scale_dtype, w.words.dtype)
 
 
-def point(calls: Sequence[Call], moves: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Let every tensor that shows one of the sources show the same part of its target: of all of them, or of none.
+class Views:
+    """The tensors of some calls by the memory that they show: looked up once, for there are thousands of them."""
 
-    Sources and targets are [B, ...] with the same rows; rows of a source follow each other, those of a target need not.
-    """
-    changes: list[tuple[Tensor, Tensor]] = []
-    moving = [(source.untyped_storage().data_ptr(), source, target) for source, target in moves]
-    seen: dict[int, dict[int, Tensor]] = {memory: {} for memory, _, _ in moving}
-    for one in calls:  # once for all moves: there are thousands of tensors
-        for tensor in tensors((one.args, one.kwargs, one.result)):
-            if (shows := seen.get(tensor.untyped_storage().data_ptr())) is not None:
-                shows[id(tensor)] = tensor
-    for memory, source, target in moving:
-        for view in seen[memory].values():
-            part = shown(view, source, target)
-            if part is None:
-                return False
-            changes.append((view, part))
-    for view, part in changes:
-        view.data = part
-    return True
+    def __init__(self, calls: Iterable[Call]) -> None:
+        self.of: dict[int, dict[int, Tensor]] = {}
+        for one in calls:
+            for tensor in tensors((one.args, one.kwargs, one.result)):
+                self.of.setdefault(tensor.untyped_storage().data_ptr(), {})[id(tensor)] = tensor
+
+    def point(self, moves: Iterable[tuple[Tensor, Tensor]]) -> bool:
+        """Let every tensor that shows one of the sources show the same part of its target: of all of them, or of none.
+
+        Sources and targets are [B, ...] with the same rows; those of a source follow each other, of a target they need
+        not. Nothing has been moved to or from a source before.
+        """
+        changes: list[tuple[Tensor, Tensor]] = []
+        for source, target in moves:
+            for view in self.of[source.untyped_storage().data_ptr()].values():
+                part = shown(view, source, target)
+                if part is None:
+                    return False
+                changes.append((view, part))
+        for view, part in changes:
+            view.data = part
+        return True
 
 
 def shown(view: Tensor, source: Tensor, target: Tensor) -> Tensor | None:

@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .device import overlap
+from .stacks import prefetch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -78,6 +79,17 @@ def load_tile(
     else:
         tile = tl.load(at)
     return tile.to(DOT)
+
+
+@triton.jit
+def prefetch_tile(base, strides, S, first, far, SIZE: tl.constexpr, RING: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Ask for the rows of a tile to come to the L2."""
+    EACH: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
+    LINES: tl.constexpr = triton.next_power_of_2((SIZE + EACH - 1) // EACH)
+    position = tl.minimum(first + tl.arange(0, BLOCK_N), far - 1)
+    rows = (position % S if RING else position).to(tl.int64)
+    line = tl.minimum(EACH * tl.arange(0, LINES), SIZE - 1)
+    prefetch(base + rows[:, None] * strides[1] + line[None, :] * strides[3])
 
 
 @triton.jit
@@ -246,8 +258,6 @@ def attend_splits_kernel(
     is_row = token < L
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
-    queries = load_queries(q, q_strides, b, token, head, is_row, D, BLOCK_D, DOT)
     length, slot = request_of(b, lengths, slots, S, RING)
     low, high = seen_by(token, length, L, S, window, CAUSAL, RING)
     near, _ = seen_by(0, length, L, S, window, False, RING)
@@ -258,6 +268,12 @@ def attend_splits_kernel(
     k += slot * k_strides[0] + g * k_strides[2]
     v += slot * v_strides[0] + g * v_strides[2]
     line = ((b * L + token) * (G * GROUP) + head) * splits
+    if OVERLAP:  # lengths and slots change between steps alone, so they may be read early
+        if length > 0:
+            prefetch_tile(k, k_strides, S, near + chunk_from * chunk, length, D, RING, BLOCK_N)
+            prefetch_tile(v, v_strides, S, near + chunk_from * chunk, length, DV, RING, BLOCK_N)
+        gdc_wait()
+    queries = load_queries(q, q_strides, b, token, head, is_row, D, BLOCK_D, DOT)
     seen, cache = (near, length, low, high), (k, v, k_strides, v_strides, S)
     is_row &= (place < BLOCK_M // 2) | (not TWICE)
     state = no_turned(BLOCK_M, BLOCK_N, BLOCK_DV)

@@ -1,12 +1,13 @@
 """Chains of ops in one launch, for steps of one token a request. fusion/ says which calls each of them replaces."""
 
+# ruff: noqa: RUF005 - Triton knows no starred tuples
+
 import triton
 import triton.language as tl
 
 from .device import overlap
 from .elementary import begin_early, cos_sin, rounded
 from .recurrent import softplus
-from .stacks import prefetch
 
 
 @triton.jit
@@ -29,24 +30,30 @@ def store_parts(at, parts, HALF: tl.constexpr, REST: tl.constexpr):
 
 @triton.jit
 def normed_parts(parts, weight, eps, HALF: tl.constexpr, REST: tl.constexpr):
-    """Of the whole row; `weight` may be None."""
+    """Of the whole row; `weight`, in parts too, may be None."""
     a, b, c = parts
     squares = tl.sum(a * a, 0) + tl.sum(b * b, 0) + tl.sum(c * c, 0)
     factor = 1.0 / tl.sqrt(squares / (2 * HALF + REST) + eps)
     if weight is not None:
-        u, v, w = load_parts(weight, HALF, a.shape[0], REST, c.shape[0])
+        u, v, w = weight
         a, b, c = a * u, b * v, c * w
     return a * factor, b * factor, c * factor
 
 
 @triton.jit
-def turned_parts(parts, positions, request, inv_freq, scale, HALF: tl.constexpr):
-    a, b, c = parts
-    pair = tl.arange(0, a.shape[0])
+def turn_of(positions, request, inv_freq, scale, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """By what the pairs of a request's token turn: cos and sin."""
+    pair = tl.arange(0, PAIRS)
     position = tl.load(positions + request).to(tl.float64)
     frequency = tl.load(inv_freq + pair, pair < HALF, 0).to(tl.float64)
     cos, sin = cos_sin(position * frequency * 0.6366197723675814)
-    cos, sin = cos * scale, sin * scale
+    return cos * scale, sin * scale
+
+
+@triton.jit
+def turned_parts(parts, turn):
+    a, b, c = parts
+    cos, sin = turn
     return a * cos - b * sin, a * sin + b * cos, c
 
 
@@ -57,22 +64,25 @@ def rotate_and_append_kernel(
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
     NORM_V: tl.constexpr, RING: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One head of one request: of its queries, of its keys, or of its values."""
-    begin_early(OVERLAP)
+    """One head of one request: of its queries, of its keys, or of its values.
+
+    Positions, slots and lengths change between steps alone, so they may be read early, as weights may.
+    """
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    turn = turn_of(positions, request, inv_freq, scale, HALF, PAIRS)
+    weight = load_parts(q_weight if head < H else k_weight, HALF, PAIRS, REST, BLOCK)
+    slot, place = tl.load(slots + request).to(tl.int64), tl.load(lengths + request).to(tl.int64) - 1
+    begin_early(OVERLAP)
     if head < H:
         parts = load_parts(q + request * q_steps[0] + head * q_steps[1], HALF, PAIRS, REST, BLOCK)
-        parts = normed_parts(parts, q_weight, eps, HALF, REST)
-        parts = turned_parts(parts, positions, request, inv_freq, scale, HALF)
+        parts = turned_parts(normed_parts(parts, weight, eps, HALF, REST), turn)
         store_parts(y + request * y_steps[0] + head * y_steps[1], parts, HALF, REST)
     else:
-        slot, place = tl.load(slots + request).to(tl.int64), tl.load(lengths + request).to(tl.int64) - 1
         place = place % S if RING else place
         if head < H + G:
             head -= H
             parts = load_parts(k + request * k_steps[0] + head * k_steps[1], HALF, PAIRS, REST, BLOCK)
-            parts = normed_parts(parts, k_weight, eps, HALF, REST)
-            parts = turned_parts(parts, positions, request, inv_freq, scale, HALF)
+            parts = turned_parts(normed_parts(parts, weight, eps, HALF, REST), turn)
             at = k_cache + slot * k_cache_steps[0] + place * k_cache_steps[1] + head * k_cache_steps[2]
             if place < S:
                 store_parts(at, parts, HALF, REST)
@@ -112,23 +122,27 @@ def convolve_and_norm_kernel(
     x_step, weight_steps, state_steps, q_step, k_step, y_step,
     HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """D channels of one request: a query head, a key head, or as many values."""
-    begin_early(OVERLAP)
+    """D channels of one request: a query head, a key head, or as many values.
+
+    The state is of the step before, so it may be read early, as weights may.
+    """
     part, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside, channel = column < D, part.to(tl.int64) * D + column
     state += tl.load(slots + request).to(tl.int64) * state_steps[0] + channel * state_steps[2]
     weight += channel * weight_steps[0]
+    rows = ()
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(WIDTH - 1):
-        row = tl.load(state + j * state_steps[1], inside, 0)
-        total += tl.load(weight + j * weight_steps[1], inside, 0).to(tl.float32) * row.to(tl.float32)
-        if j > 0:
-            tl.debug_barrier()  # every thread has read the row that is written over
-            tl.store(state + (j - 1) * state_steps[1], row, inside)
+        rows = rows + (tl.load(state + j * state_steps[1], inside, 0),)
+        total += tl.load(weight + j * weight_steps[1], inside, 0).to(tl.float32) * rows[j].to(tl.float32)
+    last = tl.load(weight + (WIDTH - 1) * weight_steps[1], inside, 0).to(tl.float32)
+    begin_early(OVERLAP)
     new = tl.load(x + request * x_step + channel, inside, 0).to(tl.float32)
-    total += tl.load(weight + (WIDTH - 1) * weight_steps[1], inside, 0).to(tl.float32) * new
-    tl.debug_barrier()
+    total += last * new
+    tl.debug_barrier()  # every thread has read the rows that are written over
+    for j in tl.static_range(1, WIDTH - 1):
+        tl.store(state + (j - 1) * state_steps[1], rows[j], inside)
     tl.store(state + (WIDTH - 2) * state_steps[1], rounded(new, state.dtype.element_ty), inside)
     total = tl.where(inside, total / (1.0 + tl.exp(-total)), 0.0)
     if part < 2 * HEADS:
@@ -168,22 +182,21 @@ def delta_and_norm_kernel(
     h, request = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row, column = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_K)
     rows, columns = row < Dv, column < Dk
-    # Slots change between steps alone, so they may be read early; the state comes to the L2 during the wait.
+    # Slots change between steps alone and the state is of the step before, so they may be read early, as weights may.
     state += tl.load(slots + request).to(tl.int64) * state_steps[0] + h * state_steps[1]
-    if OVERLAP:
-        LINES: tl.constexpr = (BLOCK_K + 31) // 32  # of 32 floats
-        line = tl.minimum(32 * tl.arange(0, LINES), Dk - 1)
-        prefetch(state + tl.minimum(row, Dv - 1)[:, None] * state_steps[2] + line[None, :])
-    begin_early(OVERLAP)
     place = row[:, None] * state_steps[2] + column[None, :] * state_steps[3]
     mask = rows[:, None] & columns[None, :]
     S = tl.load(state + place, mask, 0)
+    bias, speed = tl.load(dt_bias + h).to(tl.float32), tl.exp(tl.load(a_log + h).to(tl.float32))
+    weight = tl.load(weight + row, rows, 0).to(tl.float32)
+    tl.debug_barrier()  # all is asked for before the wait
+    begin_early(OVERLAP)
     head = h // GROUP
     key = tl.load(k + request * k_steps[0] + head * k_steps[1] + column, columns, 0).to(tl.float32)[None, :]
     query = tl.load(q + request * q_steps[0] + head * q_steps[1] + column, columns, 0).to(tl.float32)[None, :]
     value = tl.load(v + request * v_steps[0] + h * v_steps[1] + row, rows, 0).to(tl.float32)
-    step = tl.load(a + request * a_step + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
-    decay = tl.exp(-tl.exp(tl.load(a_log + h).to(tl.float32)) * softplus(step))
+    z = tl.load(gate + request * gate_steps[0] + h * gate_steps[1] + row, rows, 0).to(tl.float32)
+    decay = tl.exp(-speed * softplus(tl.load(a + request * a_step + h).to(tl.float32) + bias))
     rate = 1.0 / (1.0 + tl.exp(-tl.load(b + request * b_step + h).to(tl.float32)))
     S *= decay
     change = (value - tl.sum(S * key, 1)) * rate
@@ -191,8 +204,7 @@ def delta_and_norm_kernel(
     y = tl.sum(S * query, 1)
     tl.store(state + place, S, mask)
     factor = 1.0 / tl.sqrt(tl.sum(y * y, 0) / Dv + eps)
-    z = tl.load(gate + request * gate_steps[0] + h * gate_steps[1] + row, rows, 0).to(tl.float32)
-    y = y * factor * tl.load(weight + row, rows, 0).to(tl.float32) * (z / (1.0 + tl.exp(-z)))
+    y = y * factor * weight * (z / (1.0 + tl.exp(-z)))
     tl.store(o + request * o_steps[0] + h * o_steps[1] + row, rounded(y, o.dtype.element_ty), rows)
 
 
@@ -218,9 +230,10 @@ def combine_and_norm_kernel(
     A: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One token: its experts' results added up and to the stream, and that normed."""
-    begin_early(OVERLAP)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < D
+    by = tl.load(weight + column, inside, 0).to(tl.float32)
+    begin_early(OVERLAP)
     y += token * y_steps[0] + column
     total = tl.zeros([BLOCK], tl.float32)
     for a in tl.static_range(A):
@@ -234,7 +247,7 @@ def combine_and_norm_kernel(
     s = tl.load(h + token * D + column, inside, 0).to(tl.float32) + rounded(total, y.dtype.element_ty).to(tl.float32)
     tl.store(total_out + token * D + column, rounded(s, total_out.dtype.element_ty), inside)
     factor = 1.0 / tl.sqrt(tl.sum(s * s, 0) / D + eps)
-    s = s * tl.load(weight + column, inside, 0).to(tl.float32) * factor
+    s = s * by * factor
     if wide is not None:
         tl.store(wide + token * D + column, rounded(s, wide.dtype.element_ty), inside)
     if narrow is not None:

@@ -4,19 +4,17 @@ import triton
 import triton.language as tl
 
 from .device import overlap
-from .elementary import begin_early, cos_sin, rounded
+from .elementary import begin_early, rounded
+from .fused import turn_of
 
 
 @triton.jit
-def turn_pairs(source, target, positions, request, inv_freq, scale, HALF: tl.constexpr, PAIRS: tl.constexpr):
+def turn_pairs(source, target, turn, HALF: tl.constexpr, PAIRS: tl.constexpr):
     """A row of 2 HALF channels, whose neighbours are pairs."""
-    pair, column = tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
+    column = tl.arange(0, 2 * PAIRS)
+    cos, sin = turn
     inside = column < 2 * HALF
-    position = tl.load(positions + request).to(tl.float64)
-    frequency = tl.load(inv_freq + pair, pair < HALF, 0).to(tl.float64)
-    cos, sin = cos_sin(position * frequency * 0.6366197723675814)
     a, b = tl.split(tl.reshape(tl.load(source + column, inside, 0).to(tl.float32), [PAIRS, 2]))
-    cos, sin = cos * scale, sin * scale
     turned = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), [2 * PAIRS])
     tl.store(target + column, rounded(turned, target.dtype.element_ty), inside)
 
@@ -28,24 +26,26 @@ def rotate_and_append_latent_kernel(
     H: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One request's head of queries, or its key, or its latent."""
-    begin_early(OVERLAP)
+    """One request's head of queries, or its key, or its latent. What is read early: see rotate_and_append_kernel."""
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    turn = turn_of(positions, request, inv_freq, scale, HALF, PAIRS)
+    slot, place = tl.load(slots + request).to(tl.int64), tl.load(lengths + request).to(tl.int64) - 1
+    column = tl.arange(0, BLOCK)
+    by = tl.load(weight + column, column < R, 0).to(tl.float32)
+    begin_early(OVERLAP)
     if head < H:
         source, target = q + request * q_steps[0] + head * q_steps[1], y + request * y_steps[0] + head * y_steps[1]
-        turn_pairs(source, target, positions, request, inv_freq, scale, HALF, PAIRS)
+        turn_pairs(source, target, turn, HALF, PAIRS)
     else:
-        slot, place = tl.load(slots + request).to(tl.int64), tl.load(lengths + request).to(tl.int64) - 1
         if place < S:
             if head == H:
                 kept = k_cache + slot * k_cache_steps[0] + place * k_cache_steps[1]
-                turn_pairs(k + request * k_step, kept, positions, request, inv_freq, scale, HALF, PAIRS)
+                turn_pairs(k + request * k_step, kept, turn, HALF, PAIRS)
             else:
-                column = tl.arange(0, BLOCK)
                 inside = column < R
                 x = tl.load(latent + request * latent_step + column, inside, 0).to(tl.float32)
                 factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / R + eps)
-                x = x * tl.load(weight + column, inside, 0).to(tl.float32) * factor
+                x = x * by * factor
                 row = latent_cache + slot * latent_cache_steps[0] + place * latent_cache_steps[1]
                 tl.store(row + column, rounded(x, latent_cache.dtype.element_ty), inside)
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from .device import overlap
 from .elementary import begin_early
 from .rowwise import inverse_rms, load_columns, load_rows, normed, scale_arguments, scaled, store_rows, weighted
-from .stacks import prefetch
+from .stacks import prefetch_columns
 
 PER_THREAD = 16  # channels of a row
 
@@ -50,12 +50,10 @@ def norm_chain_kernel(
         add_by = load_columns(add_weight, columns, D)
     by = load_columns(weight, columns, D)
     if OVERLAP:
-        LINES: tl.constexpr = (BLOCK + 31) // 32  # of 32 floats, or half as many of 64 halves
-        line = tl.minimum(32 * tl.arange(0, LINES), D - 1)
         for i in tl.static_range(len(weights)):
-            prefetch(weights[i] + line)
+            prefetch_columns(weights[i], D, BLOCK)
         if scale is not None:
-            prefetch(scale + (line if SCALE_STEP else 0 * line))
+            prefetch_columns(scale, D if SCALE_STEP else 1, BLOCK)
     begin_early(OVERLAP)
     at = (tl.program_id(0).to(tl.int64) + zero, zero, zero)
     joined = load_rows(residual, at, columns, mask)

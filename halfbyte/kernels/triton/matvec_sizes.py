@@ -34,12 +34,16 @@ class Nibbles(NamedTuple):
 
 
 MANY = 64  # outputs for each processor, from which a matrix is large; 2026-11-15, H200
+WARPS_AT_ONCE = 24  # of nibbles_kernel that a processor has registers for, where no program loops
 
 
 def nibble_sizes(N, K, M, jobs, form, gated, processors):
     """2026-11-15, H200, one row of bfloat16. 248320 x 2048 in 73 to 79 us, 91 to 84 % of what a sum reads; in 2 bits in
     48, 76 %; in mxfp4 in 84 to 86, 73 %. 12288 x 4096 in 9.2, with a program for every block in 10 to 11; two rows in
     12.3, in tiles of 32 in 14.3. 2048 x 4096 in 3.1, 1024 x 4096 in 2.5.
+
+    2026-11-16: 12352 x 2048 is quicker where all programs start at once and ask for all weights before they wait: a
+    step of Qwen3.5-35B-A3B takes 1304 us, with two, three or four of them for each processor 1375, 1365 and 1365.
 
     Nine of 257 experts of 512 x 2048 in 8.7. Spread, gate and up alone take 6.1 instead of 7.5, but with down 9.9, and
     9.1 where that is spread too: both are on the chip at once, and equal numbers of registers may fit better.
@@ -56,11 +60,11 @@ def nibble_sizes(N, K, M, jobs, form, gated, processors):
         if form.bits == 2:  # words come so fast that preparing activations for each block would take longer
             return Nibbles(32, blocks, min(4, parts), max(1, 4 * processors // jobs))
         return Nibbles(32, blocks, min(8 if blocks == 2 else 4, parts))
-    if tiles > 4 * processors and jobs == 1:
+    if tiles > 4 * processors and jobs == 1 and tiles * parts > WARPS_AT_ONCE * processors:
         return Nibbles(16, blocks, min(8, parts), 2 * processors)
     while blocks > 1 and tiles * parts <= 4 * processors and parts < 16:  # a warp or less for each scheduler
         blocks, parts = blocks // 2, parts * 2
-    return Nibbles(16, blocks, min(16, parts), spread=jobs == 1)
+    return Nibbles(16, blocks, min(16, parts), spread=jobs == 1 and tiles <= 4 * processors)
 
 
 def chunk_sizes(N, K, M, jobs, bits, gated, processors):

@@ -17,6 +17,7 @@ import triton.language as tl
 from .device import overlap
 from .elementary import begin_early, precise_exp, rounded
 from .rowwise import delivered
+from .stacks import prefetch_columns
 
 NOTHING = tl.constexpr(-0x80000000)  # below the order of every value
 MINUS_INFINITY = tl.constexpr(-0x7F800001)  # the order of -inf
@@ -211,6 +212,10 @@ def route_kernel(
     SLOT_ORDER: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr, SLOTS: tl.constexpr,
     TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP and bias is not None:
+        prefetch_columns(bias, GROUPS * SIZE, PADDED_GROUPS * PADDED_SIZE)
+    if OVERLAP and expert_scale is not None:
+        prefetch_columns(expert_scale, GROUPS * SIZE, PADDED_GROUPS * PADDED_SIZE)
     begin_early(OVERLAP)
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     present = token < rows

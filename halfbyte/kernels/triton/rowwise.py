@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .device import facts, overlap
 from .elementary import ACTIVATIONS, activated, begin_early, cos_sin, rounded, tanh
+from .stacks import prefetch_columns
 
 # 2026-11-15, H200, bfloat16, medians in a graph. A norm's elements a thread: at 2048 x 4096, 16 and 32 are alike (10.7
 # and 10.6 us; 13.0 with 8), a chain wants 32 (30.5 against 32.7 us); heads of 128 and one row of 2048 want 16 (14.7
@@ -145,6 +146,8 @@ def rms_norm_kernel(
     x, weight, eps, add, mul, gate, residual, number, scale, SCALE_STEP: tl.constexpr, y, s_out, copy, rows, tokens,
     heads, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PRECISE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP and weight is not None:
+        prefetch_columns(weight, D, BLOCK)
     begin_early(OVERLAP)
     at, inside, columns = tile_of(rows, tokens, heads, ROWS, BLOCK)
     if D <= BLOCK:

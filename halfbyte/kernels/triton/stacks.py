@@ -62,6 +62,12 @@ def prefetch(pointers):
 
 
 @triton.jit
+def prefetch_columns(vector, D, BLOCK: tl.constexpr):
+    """The first D, at most BLOCK, of a vector, in lines of 128 bytes as if it were of float32."""
+    prefetch(vector + tl.minimum(32 * tl.arange(0, (BLOCK + 31) // 32), D - 1))
+
+
+@triton.jit
 def prefetch_table(stack):
     """The addresses of matrices that lie apart."""
     words, _, _, _, matrices, _, _ = stack
