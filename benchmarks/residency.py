@@ -1,13 +1,14 @@
 """Experts on disk, measured: tokens a second, what the disk gives beside a plain read of the same bytes, and memory.
 
 python benchmarks/residency.py make FOLDER --gigabytes 16      a random checkpoint, in Qwen3.5-35B-A3B's shape
-python benchmarks/residency.py run FOLDER --ram 4GB            cold: dropped from the page cache before every token
-python benchmarks/residency.py run FOLDER --ram 4GB --warm     whatever the system keeps in memory of the files
-python benchmarks/residency.py run FOLDER --resident           all experts in memory
+python benchmarks/residency.py run FOLDER --memory-limit 4GB           cold: dropped from the page cache for each token
+python benchmarks/residency.py run FOLDER --expert-cache 3GB --warm    whatever the system keeps in memory of the files
+python benchmarks/residency.py run FOLDER                              all experts in memory, where they fit
 """
 
 import argparse
 import json
+import mmap
 import os
 import statistics
 import threading
@@ -20,11 +21,13 @@ import torch
 from random_models import RandomWeights, config_of  # first: it finds the package
 from safetensors.torch import save_file
 
-from halfbyte.accounting import skeleton
+from halfbyte import memory
+from halfbyte.checkpoint.reading import PAGE
 from halfbyte.commands.numbers import byte_count
 from halfbyte.engine import Engine, Request
 from halfbyte.errors import size
 from halfbyte.expert_reader import CUT, THREADS
+from halfbyte.fitting import CPU, Allowed
 from halfbyte.loading import load_model
 from halfbyte.models import MODELS
 from halfbyte.sampling import SamplingParams
@@ -96,77 +99,94 @@ class Memory(threading.Thread):
 
     def __init__(self):
         super().__init__(daemon=True)
-        self.most, self.page = 0, os.sysconf("SC_PAGE_SIZE")
+        self.most = 0
         self.start()
 
     def run(self):
         while True:
-            self.most = max(self.most, int(Path("/proc/self/statm").read_text().split()[1]) * self.page)
+            self.most = max(self.most, memory.held(CPU))
             time.sleep(SAMPLED)
 
 
 def drop(folder):
-    for path in folder.glob("*.safetensors"):
+    for path in [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def plain_reads(ranges):
-    """Bytes a second of a plain parallel read of these (path, start, size)."""
-    waiting, opened = deque(ranges), {path: os.open(path, os.O_RDONLY) for path, _, _ in ranges}
+def plain_seconds(ranges, direct):
+    """Of a plain parallel read of these (path, start, size): no layers, no slots, nothing computed beside it."""
+    flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+    waiting, opened = deque(ranges), {path: os.open(path, flags) for path, _, _ in ranges}
 
     def work():
-        buffer = memoryview(bytearray(CUT))
+        buffer = memoryview(mmap.mmap(-1, CUT + 2 * PAGE))
         while waiting:
             try:
                 path, start, count = waiting.popleft()
             except IndexError:
                 return
-            os.preadv(opened[path], [buffer[:count]], start)
+            first = start - start % PAGE if direct else start
+            last = -(-(start + count) // PAGE) * PAGE if direct else start + count
+            os.preadv(opened[path], [buffer[: last - first]], first)
 
     start = time.perf_counter()
     with ThreadPoolExecutor(THREADS) as pool:
         for job in [pool.submit(work) for _ in range(THREADS)]:
             job.result()
-    return sum(count for _, _, count in ranges) / (time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    for descriptor in opened.values():
+        os.close(descriptor)
+    return seconds
+
+
+def plain_rate(folder, tokens, warm, direct):
+    """Bytes a second, each token's ranges by themselves, from where the run had them: memory or disk."""
+    seconds = 0.0
+    for ranges in tokens:
+        if not warm:
+            drop(folder)
+        seconds += plain_seconds(ranges, direct)
+    return sum(count for ranges in tokens for _, _, count in ranges) / seconds
 
 
 def run(args):
-    memory, account = Memory(), skeleton(args.folder)[2]
-    own = int(Path("/proc/self/statm").read_text().split()[1]) * memory.page
-    cache = None if args.resident else args.ram - own - (account.weights - account.experts) - args.spare
-    model = load_model(args.folder, "cpu", expert_cache=cache)
-    engine = Engine(model, model.new_cache(1, args.tokens + 8))
-    engine.submit(Request([1], args.tokens + 2, SamplingParams(temperature=1.0, seed=0)))
-    engine.step()
-    engine.step()
-    seconds, reads, asked = [], [], []
-    if model.residency is not None:
+    sampled = Memory()
+    limits = Allowed(expert_cache=args.expert_cache, memory_limit=args.memory_limit)
+    model = load_model(args.folder, "cpu", allowed=limits)
+    streamed = model.residency is not None
+    engine = Engine(model, model.new_cache(1, args.tokens + args.first + 8))
+    engine.submit(Request([1], args.tokens + args.first + 2, SamplingParams(temperature=1.0, seed=0)))
+    for _ in range(args.first + 1):
+        engine.step()
+    seconds, asked, before = [], [], model.residency.reads if streamed else None
+    if streamed:
         reader = model.residency.reader
-        real = reader._read
-        reader._read = lambda run: asked.append((run[0].path, run[0].start, run[-1].stop - run[0].start)) or real(run)
+        real, waited = reader._read, reader.waited
+        reader._read = lambda run: (
+            asked[-1].append((run[0].path, run[0].start, run[-1].stop - run[0].start)) or real(run)
+        )
     for _ in range(args.tokens):
-        if not args.warm and not args.resident:
+        if streamed and not args.warm:
             drop(args.folder)
-        before = model.residency and model.residency.reads
+        asked.append([])
         start = time.perf_counter()
         engine.step()
         seconds.append(time.perf_counter() - start)
-        if before is not None:
-            reads.append(model.residency.reads - before)
-    rate = 1 / statistics.median(seconds)
-    allowed = "" if args.resident else f" of {size(args.ram)}"
-    print(f"{rate:.2f} tok/s; {size(memory.most)} resident at most{allowed}")
-    if not reads:
-        return
-    total, spent = sum(one.bytes for one in reads), sum(one.seconds for one in reads)
-    hits = 1 - sum(one.missing for one in reads) / sum(one.needed for one in reads)
-    if not args.warm:
-        drop(args.folder)
-    plain = plain_reads(asked)
-    print(f"{hits:.1%} in memory; {size(round(total / args.tokens))} a token, read at {total / spent / 1e9:.2f} GB/s")
-    print(f"the same ranges, plainly: {plain / 1e9:.2f} GB/s, so {total / spent / plain:.0%} of that")
-    print(f"of {sum(seconds):.2f} s, reads took {spent:.2f}; {model.residency.reader.waited:.2f} were waited for them")
+    limit = "" if args.memory_limit is None else f", {sampled.most / args.memory_limit:.1%} of the limit"
+    print(f"{1 / statistics.median(seconds):.2f} tok/s; {size(sampled.most)} resident at most{limit}")
+    if streamed:
+        report(args, model.residency, model.residency.reads - before, asked, sum(seconds), reader.waited - waited)
+
+
+def report(args, residency, reads, asked, seconds, waited):
+    rate, direct = reads.bytes / reads.seconds, not residency.reader.files.buffered
+    print(f"{size(residency.nbytes)} of experts in memory, {reads.hit_rate:.1%} of what was needed;", end=" ")
+    print(f"{size(round(reads.bytes / args.tokens))} a token, read {'directly ' * direct}at {rate / 1e9:.2f} GB/s")
+    print(f"of {seconds:.2f} s, reads took {reads.seconds:.2f}; {waited:.2f} were waited for them")
+    for name, straight in (("directly", True), ("through the system's memory", False)):
+        plain = plain_rate(args.folder, asked, args.warm, straight)
+        print(f"the same ranges in a plain parallel read, {name}: {plain / 1e9:.2f} GB/s; {rate / plain:.0%} of that")
 
 
 if __name__ == "__main__":
@@ -178,11 +198,11 @@ if __name__ == "__main__":
     making.set_defaults(work=make)
     running = commands.add_parser("run")
     running.add_argument("folder", type=Path)
-    running.add_argument("--ram", type=byte_count, default=byte_count("4GB"), help="of the whole process")
-    running.add_argument("--spare", type=byte_count, default=byte_count("200MB"), help="for kernels and activations")
+    running.add_argument("--memory-limit", type=byte_count, help="of the whole process")
+    running.add_argument("--expert-cache", type=byte_count, help="of experts in memory")
     running.add_argument("--tokens", type=int, default=16)
-    running.add_argument("--warm", action="store_true")
-    running.add_argument("--resident", action="store_true")
+    running.add_argument("--first", type=int, default=4, help="tokens that come before, and fill the cache")
+    running.add_argument("--warm", action="store_true", help="leave the page cache as it is")
     running.set_defaults(work=run)
     chosen = parser.parse_args()
     chosen.work(chosen)

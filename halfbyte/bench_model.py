@@ -19,9 +19,11 @@ from .engine import Engine, Request
 from .machine import queueing_seconds
 from .memory import forget_peak, peak
 from .models.decoder import Decoder
+from .replaying import pending
 from .sampling import SamplingParams
 
 QUEUED = 0.1  # part of the time that our threads may wait for a CPU; beyond that others disturb us
+WARM_UPS = 4  # at most: a step is recorded, captured, and captured again where another one has moved its weights
 REPORTED = 0.2  # seconds between two words of progress: saying them takes time too
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -98,24 +100,34 @@ def measure(
     warm_up: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Result:
-    """Time a trial so many times, after one turn that does not count. Progress is in tokens of all that is computed."""
+    """Time a trial so many times, after turns that do not count: one, or more where the next would capture a graph.
+
+    Progress is in tokens of all that is computed.
+    """
     cache = model.new_cache(trial.streams, trial.length)
     report = Reporter(progress, trial.depth + (repetitions + warm_up) * trial.tokens)
     if trial.depth:
         fill(model, cache, trial.depth, report)
         filled = cache.snapshot(0)
-    forget_peak(model.device)
-    start, queued = time.perf_counter(), queueing_seconds()
-    turns = []
-    for count in range(repetitions + warm_up):
+
+    def turn(number: int) -> Turn:
         if trial.depth:
             for slot in range(trial.streams):
                 cache.restore(slot, filled)
-        report.before = trial.depth + count * trial.tokens
-        turns.append(run(model, cache, trial, report))
+        report.before = trial.depth + number * trial.tokens
+        return run(model, cache, trial, report)
+
+    forget_peak(model.device)
+    start, queued = time.perf_counter(), queueing_seconds()
+    for _ in range(WARM_UPS if warm_up else 0):
+        before = pending(model, cache)
+        turn(0)
+        if pending(model, cache) in ([], before):  # what only the text before needed is captured by no turn
+            break
+    turns = tuple(turn(number + warm_up) for number in range(repetitions))
     progress(1, 1)
     busy = queueing_seconds() - queued > QUEUED * (time.perf_counter() - start)
-    return Result(trial, tuple(turns[int(warm_up) :]), peak(model.device), busy, step_bytes(model, account, trial))
+    return Result(trial, turns, peak(model.device), busy, step_bytes(model, account, trial))
 
 
 class Reporter:

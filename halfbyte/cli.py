@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from . import __version__
 from .commands.interrupts import interrupts
@@ -23,9 +24,15 @@ COMMANDS = (
 SHARED = ("device", "revision", "offline", "json")  # what a command takes that does not say otherwise
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """What is wrong in one line, not under a page of all that would be right."""
+        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` lists what it takes.\n")
+
+
 def parser(argv: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     """Commands that do not occur in `argv` are listed only: what their arguments need is not imported."""
-    top = argparse.ArgumentParser(prog="halfbyte", description="Quantised expert models on the machine you have.")
+    top = Parser(prog="halfbyte", description="Quantised expert models on the machine you have.")
     top.add_argument("--version", action="version", version=f"halfbyte {__version__}")
     commands = top.add_subparsers(required=True, metavar="command", title="commands")
     for name in COMMANDS:

@@ -68,21 +68,21 @@ class Tape:
         self.binding: object = None  # the newest; a DecodeStep knows its own
         self._layers: object = None  # of the cache that it was recorded on
         self._captured = False
-        self._replay = Replay()
+        self.replay = Replay()
 
     def run(self, model: Decoder, cache: Cache) -> None:
         recorded, self._layers = self._layers is cache.layers, None  # so that after an exception all begins anew
         if not recorded:  # the first run, or the cache has grown
             self._captured = False
-            self._replay.forget()
+            self.replay.forget()
             self.logits, self.calls = record(lambda: self.compute(model, cache))
         elif not self._captured:
             self.calls = fused(self.calls, model, len(self.ids)) if self.fuses else self.calls
             run_all(self.calls)
-            self._replay.prepare(self.calls, model, shelf(model, cache).pool)
+            self.replay.prepare(self.calls, model, shelf(model, cache).pool)
             self._captured = True
         else:
-            self._replay.run(self.calls, model, shelf(model, cache).pool)
+            self.replay.run(self.calls, model, shelf(model, cache).pool)
         self._layers = cache.layers
 
     def compute(self, model: Decoder, cache: Cache) -> Tensor:

@@ -1,7 +1,7 @@
 """The only loop that runs a model: requests come in, steps are made of them, tokens come out.
 
 A request lives in one slot from its first token to its last. A step takes one token of every request that is being
-answered, and a piece of one prompt: prompts do not hold up answers, and answers do not hold up prompts for long.
+answered, and of prompts as much as one piece may be: prompts do not hold up answers, nor answers prompts for long.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Engine:
         self.flight: Flight | None = None
         self.last: Bound | None = None  # what the next launch may go on from
         self.sampler = Sampler(cache.slots, model.vocabulary, model.device)
+        self.room = cache.chunk  # tokens of prompts that a step takes
         self.free = list(range(cache.slots - 1, -1, -1))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -154,21 +155,22 @@ class Engine:
     def _chosen(self) -> tuple[list[tuple[int, list[int]]], list[Wanted], list[Request]]:
         """The work of the next step, whose logits are wanted, and the requests that a token is drawn for.
 
-        Where bits may not depend on the batch, a prompt's piece has a step of its own: kernels differ with the rows.
+        Of prompts, those whose pieces have room together, in order. Where bits may not depend on the batch, one has a
+        step of its own: kernels differ with the rows.
         """
         work: list[tuple[int, list[int]]] = []
         wanted: list[Wanted] = []
         drawing = []
-        prompted = False
+        room = self.room
         prompts = [request for request in self.running if request.computed < len(request.prompt)]
         for request in prompts[:1] if prompts and is_deterministic() else self.running:
             left = len(request.prompt) - request.computed
-            if left and prompted:
+            if left and self._piece_length(request) > room:
                 continue
             assert request.slot is not None
             if left:
-                prompted = True
                 piece = self._piece(request)
+                room -= len(piece)
                 work.append((request.slot, piece))
                 wanted.append("last" if len(piece) == left else "none")
             else:
@@ -180,11 +182,13 @@ class Engine:
 
     def _piece(self, request: Request) -> list[int]:
         """The next tokens of a prompt, which count as computed."""
-        before_pause = request.computed < request.pause
-        limit = min(self.cache.chunk, request.pause - request.computed) if before_pause else self.cache.chunk
-        piece = request.prompt[request.computed : request.computed + limit]
+        piece = request.prompt[request.computed : request.computed + self._piece_length(request)]
         request.computed += len(piece)
         return piece
+
+    def _piece_length(self, request: Request) -> int:
+        end = request.pause if request.computed < request.pause else len(request.prompt)
+        return min(self.room, end - request.computed)
 
     def _launch(self, requests: list[Request], ahead: bool = False) -> None:
         """Have one token of each request under way."""

@@ -42,6 +42,7 @@ class Job:
     reply: Reply | None = None  # None: all is text
     constraint: Constraint | None = None
     logprobs: int | None = None  # how many of the likeliest tokens are told; None tells nothing
+    single: bool = False  # its first call of a tool is its end
     stable: int = 0  # tokens of the prompt that the next prompt of this conversation will surely share
     prompt: list[int] = field(default_factory=list)  # as it was asked, whatever has become of the request
     early: list[Event] = field(default_factory=list)  # what is known of the reply before its first token

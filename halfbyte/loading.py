@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from . import checkpoint as checkpoints
 from . import hub
+from .cache import bytes_of
 from .chat import Tokenizer
+from .checkpoint.ledger import Ledger
 from .checkpoint.weights import Load
+from .config import Config
 from .download import no_progress
-from .errors import UsageError
+from .errors import UsageError, size
+from .fitting import TEXT, Allowed, place
 from .models import MODELS
 from .models.decoder import Decoder
 from .progress import bar, rewritable
 from .residency import Residency
 
+log = logging.getLogger(__name__)
+PER_TOKEN = ("num_experts_per_tok", "top_k_experts")  # the key, as families call it
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -29,31 +37,70 @@ def load_model(
     *,
     load: Load = "read",
     progress: Callable[[int, int], None] | None = None,
+    allowed: Allowed | None = None,
     expert_cache: int | None = None,
     expert_policy: str = "lfu",
+    top_k_experts: int | None = None,
 ) -> Decoder:
     """The model of an MLX checkpoint's folder. dtype is that of its activations; weights stay as they are stored.
 
     `load`: "read" copies them into memory of our own, "map" shows the files themselves, which must not change (CPU).
     `expert_cache`: experts stay on disk, and so many bytes of them in memory (CPU). Results are the same, bit for bit.
+    `allowed` says more of what it may take; without a word, experts stay on disk where memory has no room for all.
+    `top_k_experts`: fewer experts a token than the model was made for. That is another, worse model.
     """
     target = pick_device(device)
     checkpoint = checkpoints.open(path, set(MODELS))
-    build = MODELS[checkpoint.config.model_type]
+    build, fingerprint = MODELS[checkpoint.config.model_type], checkpoint.fingerprint
+    if top_k_experts is not None:
+        fingerprint += use_fewer_experts(checkpoint.config, top_k_experts)
     skeleton = checkpoint.weights("meta")
     made = build(checkpoint.config, skeleton)
     skeleton.finish(layers=len(made.layers))
     checkpoint.config.log_unread()
-    residency = None
-    if expert_cache is not None and skeleton.ledger.mixtures:
-        if target.type != "cpu":
-            raise UsageError(f"an expert cache is for the CPU so far, not for {target}")
-        residency = Residency(skeleton.ledger, expert_cache, made.experts_per_token, expert_policy)
+    allowed = allowed or Allowed()
+    if expert_cache is not None:
+        allowed = replace(allowed, expert_cache=expert_cache)
+    residency = None if load == "map" else resident_experts(made, skeleton.ledger, target, allowed, expert_policy)
     lenders = None if residency is None else residency.lenders
     model = build(checkpoint.config, skeleton.load(target, load=load, progress=progress, lenders=lenders))
     model.residency = residency
-    model.dtype, model.fingerprint = pick_dtype(dtype, target), checkpoint.fingerprint
+    model.dtype, model.fingerprint = pick_dtype(dtype, target), fingerprint
     return model
+
+
+def use_fewer_experts(config: Config, count: int) -> str:
+    """Let tokens choose so many experts; what tells the model that comes of it from the whole one."""
+    key = next((key for key in PER_TOKEN if key in config), None)
+    own = 0 if key is None else config.integer(key, 1)
+    if key is None or not 1 <= count <= own:
+        raise UsageError(f"{config.folder}: a token has {own} experts; {count} of them cannot be chosen")
+    if count == own:
+        return ""
+    config.values[key] = count
+    log.warning(
+        "%d of %d experts a token: replies get worse. By how much: `halfbyte perplexity MODEL FILE --top-k-experts %d "
+        "--kl MODEL`", count, own, count,
+    )  # fmt: skip
+    return f"-{count}-of-{own}-experts"
+
+
+def resident_experts(
+    made: Decoder, ledger: Ledger, device: torch.device, allowed: Allowed, policy: str
+) -> Residency | None:
+    """Experts that stay on disk, where they are to or have to; None is all in memory. `made` is the skeleton."""
+    allowed.restrict(device)
+    if device.type != "cpu":
+        if allowed.expert_cache is not None and ledger.mixtures:
+            raise UsageError(f"an expert cache is for the CPU so far, not for {device}")
+        return None
+    text = bytes_of(made.kept, 1, min(made.context, TEXT), 1, torch.float32)
+    placed = place(allowed, ledger, text, made.experts_per_token)
+    if placed.cache is None:
+        return None
+    if allowed.expert_cache is None:
+        log.warning("memory has room for %s of its experts; the others stay on disk", size(placed.cache))
+    return Residency(ledger, placed.cache, made.experts_per_token, policy, direct=placed.direct)
 
 
 def load(
@@ -65,7 +112,9 @@ def load(
     offline: bool = False,
     load: Load = "read",
     progress: Callable[[int, int], None] | None = None,
+    allowed: Allowed | None = None,
     expert_cache: int | None = None,
+    top_k_experts: int | None = None,
 ) -> tuple[Decoder, Tokenizer]:
     """The model and the tokenizer of a folder, or of a repository of the hub such as mlx-community/...
 
@@ -73,7 +122,10 @@ def load(
     """
     fetching = bar if progress is None and rewritable(sys.stderr) else no_progress
     folder = hub.locate(path_or_repo, revision=revision, offline=offline, progress=fetching)
-    model = load_model(folder, device, dtype, load=load, progress=progress, expert_cache=expert_cache)
+    model = load_model(
+        folder, device, dtype, load=load, progress=progress, allowed=allowed, expert_cache=expert_cache,
+        top_k_experts=top_k_experts,
+    )  # fmt: skip
     return model, Tokenizer.open(folder, model.vocabulary)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import time
@@ -74,6 +75,24 @@ def compiled_read() -> Callable[[Any, int], int]:
     return read  # type: ignore[no-any-return]
 
 
+def threading_layer() -> str:
+    """Which of Numba's thread pools runs the CPU kernels: omp, tbb or workqueue."""
+    import_module("halfbyte.kernels.numba")  # settles which are tried, in which order
+    import numba
+
+    numba.get_num_threads()  # starts them
+    return str(numba.threading_layer())
+
+
+def slow_threads() -> str | None:
+    """What to do where the threads of CPU kernels are slow to start, which nobody else would say; None where not."""
+    if threading_layer() == "workqueue":
+        return "numba has only its workqueue threads, 100 us a region: install libgomp (libgomp1), or `pip install tbb`"
+    if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
+        return "OMP_WAIT_POLICY=PASSIVE sends threads to sleep between kernels, which doubles their time: unset it"
+    return None
+
+
 def queueing_seconds() -> float:
     """How long this process's threads have waited for a CPU so far, all together; 0 where the system does not tell."""
     waited = 0
@@ -84,7 +103,7 @@ def queueing_seconds() -> float:
 
 
 def facts() -> dict[str, Any]:
-    """What a number depends on. The threading layer is known once a parallel kernel has run."""
+    """What a number depends on."""
     import numba
     import torch
 
@@ -92,7 +111,7 @@ def facts() -> dict[str, Any]:
         "cpu": cpu_name(),
         "threads": numba.get_num_threads(),
         "vectors": vector_features(),
-        "threading_layer": numba.threading_layer(),
+        "threading_layer": threading_layer(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numba": numba.__version__,

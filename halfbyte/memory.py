@@ -16,6 +16,7 @@ from .errors import NotEnoughMemory, size
 LARGE = 2 << 20  # from here on memory of its own, in large pages: filling small ones costs as much as reading the file
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
+LIMITS: dict[str, int] = {}  # by kind of device: bytes that this process may hold, where somebody said so
 
 
 def require(need: int, device: torch.device, what: str) -> None:
@@ -30,11 +31,29 @@ def require(need: int, device: torch.device, what: str) -> None:
 
 def available(device: torch.device) -> int:
     """Bytes that can be taken on a device now."""
+    limit = LIMITS.get(device.type)
+    left = [] if limit is None else [max(limit - held(device), 0)]
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return min([torch.cuda.mem_get_info(device)[0], *left])
     if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return min(limit for limit in (_system(), _cgroup(), _address_space()) if limit is not None)
+        return min([torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(), *left])
+    return min(limit for limit in (_system(), _cgroup(), _address_space(), *left) if limit is not None)
+
+
+def restrict(limit: int, device: torch.device) -> None:
+    """From now on this process may hold so many bytes on a device: what is free there is what is left of them."""
+    LIMITS[device.type] = limit
+
+
+def held(device: torch.device) -> int:
+    """Bytes that this process holds on a device now; on the host, all that it has resident."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    with suppress(OSError, ValueError):
+        return int((PROC / "self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return peak(device)
 
 
 def peak(device: torch.device) -> int:

@@ -39,7 +39,7 @@ class Chunk:
         self.step = Step(self.ids, self.positions, (run,), cache.dtype, self.last, self.count)
         self.logits: Tensor | None = None
         self._layers: object = None
-        self._replay = Replay()
+        self.replay = Replay()
 
     def run(self, model: Decoder, cache: Cache, slot: int, ids: Sequence[int]) -> Tensor:
         """The logits [1, V] of the last of these tokens; the next run writes over them.
@@ -57,11 +57,11 @@ class Chunk:
         torch.arange(held, held + self.size, out=self.positions)
         again, self._layers = self._layers is cache.layers, None
         if not again:  # the first run, or the cache has grown
-            self._replay.forget()
+            self.replay.forget()
             self._compute(model, cache)
         else:
             work = call("prefill", lambda: self._compute(model, cache), (), {}, ())
-            self._replay.run([work], model, shelf(model, cache).pool)
+            self.replay.run([work], model, shelf(model, cache).pool)
         self._layers = cache.layers
         assert self.logits is not None
         return self.logits

@@ -47,6 +47,15 @@ def shelf(model: Decoder, cache: Cache) -> Shelf:
     return _shelves.setdefault(cache, WeakKeyDictionary()).setdefault(model, Shelf(model.device))
 
 
+def pending(model: Decoder, cache: Cache) -> list[Any]:
+    """The recorded steps whose next run captures."""
+    return [key for key, kept in shelf(model, cache).kept.items() if kept.replay.pending(model)]
+
+
+def captures(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def upload(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """int32 on the device. Nobody waits: what is under way there goes on, and so does the host."""
     here = torch.tensor(numbers, dtype=torch.int32)
@@ -68,9 +77,13 @@ class Replay:
     def forget(self) -> None:
         self._moves = -1
 
+    def pending(self, model: Decoder) -> bool:
+        """Whether the next run captures, and so takes longer than those after it."""
+        return captures(model.device) and not self._alone and self._moves != moves(model)
+
     def prepare(self, calls: Sequence[Call], model: Decoder, pool: Any) -> None:
         """Capture the calls, unless that was done. All of their kernels have run before; none runs now."""
-        if model.device.type != "cuda" or self._alone or self._moves == moves(model):
+        if not self.pending(model):
             return
         try:
             self._graph = bound(calls, model.device, pool)  # the old one goes afterwards: so its pool stays

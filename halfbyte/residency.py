@@ -22,6 +22,7 @@ from . import memory
 from .checkpoint.ledger import Ledger, Mixture
 from .checkpoint.reading import read
 from .checkpoint.shards import State
+from .checkpoint.sidecar import find, own_parts
 from .checkpoint.spans import Span
 from .errors import CheckpointError, NotEnoughMemory, size
 from .expert_cache import POLICIES, ExpertCache, Key
@@ -38,10 +39,7 @@ Form = tuple[tuple[Part, str, tuple[int, ...]], ...]  # what makes experts alike
 
 
 def parts_of(mixture: Mixture) -> dict[Part, Span]:
-    """The parts that every expert has its own of; one number for all experts of a stack is not among them."""
-    E = mixture.form.gate.shape[0]
-    parts = {(at, name): span for at, spans in enumerate(mixture.parts) for name, span in spans.items()}
-    return {part: span for part, span in parts.items() if span.shape[:1] == (E,)}
+    return {(projection, name): span for projection, name, span in own_parts(mixture)}
 
 
 def form_of(mixture: Mixture) -> Form:
@@ -102,7 +100,7 @@ class Shelf:
         self.views: dict[Part, memoryview] = {}
         for part, kind, shape in form:
             span = Span("", kind, (share.slots, *shape), ())
-            flat = memory.allocate(span.size, CPU)
+            flat = memory.allocate(span.size, CPU).zero_()  # taken now: whoever asks what is free must see it
             self.tensors[part], self.views[part] = flat.view(span.dtype).view(span.shape), flat.numpy().data
 
     @property
@@ -150,6 +148,7 @@ class StoredExperts(Lender):
     @contextmanager
     def _reading(self, loads: list[tuple[Key, int]]) -> Generator[None]:
         self.reader.start(one for (_, expert), slot in loads for one in self._ranges(expert, slot))
+        self.reader.drain()
         yield
         self.reader.finish()
 
@@ -213,15 +212,19 @@ def require_as_stored(folder: Path, mixtures: Mapping[str, Mixture]) -> None:
 class Residency:
     """The lenders of a model's layers, what they share, and what that has cost so far."""
 
-    def __init__(self, ledger: Ledger, budget: int, per_token: int, policy: str = "lfu") -> None:
+    def __init__(
+        self, ledger: Ledger, budget: int, per_token: int, policy: str = "lfu", *, direct: bool = False
+    ) -> None:
         require_as_stored(ledger.checkpoint.folder, ledger.mixtures)
-        mixtures = list(ledger.mixtures.values())
-        self.shares, files = plan(mixtures, budget, per_token), ledger.checkpoint.states
+        mixtures, files = list(ledger.mixtures.values()), ledger.checkpoint.states
+        if repacked := find(ledger.checkpoint, ledger.mixtures):
+            mixtures, files = repacked[0], {**files, **repacked[1]}
+        self.shares = plan(mixtures, budget, per_token)
         memory.require(sum(share.nbytes for share in self.shares), CPU, "the expert cache")
         self.shelves = [Shelf(share, form_of(mixtures[share.layers[0]]), policy) for share in self.shares]
         used = {p.stored.path for m in mixtures for span in parts_of(m).values() for p in span.pieces}
         states = {path: state for path, state in files.items() if path in used}
-        self.reader = ExpertReader(states, most_open=descriptors_for(states))
+        self.reader = ExpertReader(states, most_open=descriptors_for(states), direct=direct)
         self._closed = weakref.finalize(self, self.reader.close)
         own = {span.name for mixture in mixtures for span in parts_of(mixture).values()}
         of_stacks = [span for mixture in mixtures for spans in mixture.parts for span in spans.values()]
@@ -229,7 +232,7 @@ class Residency:
         shelf_of = {layer: shelf for shelf in self.shelves for layer in shelf.share.layers}
         self.lenders = {
             name: StoredExperts(layer, mixture, shelf_of[layer], self.reader, common)
-            for layer, (name, mixture) in enumerate(ledger.mixtures.items())
+            for layer, (name, mixture) in enumerate(zip(ledger.mixtures, mixtures, strict=True))
         }
 
     @property

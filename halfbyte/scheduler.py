@@ -67,7 +67,7 @@ class Scheduler:
         self.closing = self.idle = False
         self.beat = time.monotonic()
         self.turn = self.failures = 0
-        self.piece = cache.chunk  # the longest piece of a prompt; less after memory ran out
+        self.piece = cache.chunk  # tokens of prompts in a step; less after memory ran out
         self.counts: Counter[str] = Counter()
         self.aborts: Counter[str] = Counter()
         self.first_token, self.between_tokens = Histogram(), Histogram()
@@ -169,18 +169,20 @@ class Scheduler:
         job.request.pause = min(total, *places)
 
     def _order(self) -> None:
-        """Whose prompt gets the next step: by turns the one with least left, so that short ones pass long ones, and
-        the oldest, so that long ones end too."""
+        """Whose prompts come first in the next step: by turns those with least left, so that short ones pass long ones,
+        and the oldest, so that long ones end too."""
         reading = [one for one in self.engine.running if one.computed < len(one.prompt)]
         if not reading:
             return
+        answering = [one for one in self.engine.running if one.computed == len(one.prompt)]
+        for one in reading:
+            self._pause(self.jobs[one])
         self.turn += 1
-        if self.turn % 2 and len(reading) > 1:
-            first = min(reading, key=lambda one: len(one.prompt) - one.computed)
-            self.engine.running.remove(first)
-            self.engine.running.insert(0, first)
-            reading = [first]
-        self._pause(self.jobs[reading[0]])
+        if self.turn % 2:
+            reading.sort(key=lambda one: len(one.prompt) - one.computed)
+        else:
+            reading.sort(key=lambda one: self.jobs[one].begun)
+        self.engine.running = reading + answering
 
     def _step(self) -> None:
         self._order()
@@ -256,7 +258,10 @@ class Scheduler:
         if job.reply is None:
             piece.events = [Event("text", text)] if text else []
         else:
-            piece.events = [*job.reply.push(text), *(job.reply.finish() if ended is not None else [])]
+            piece.events = job.reply.push(text)
+            if job.single and job.reply.calls and job.reply.state != "call":
+                ended = ended or "stop"
+            piece.events += job.reply.finish() if ended is not None else []
         piece.events, job.early = [*job.early, *piece.events], []
         piece.finish_reason = ended
         return piece
@@ -272,6 +277,7 @@ class Scheduler:
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()
         self.engine = Engine(self.model, self.cache)
+        self.engine.room = self.piece
         again = [
             job for job in self.jobs.values() if memory and self.failures == 1 and not job.request.params.penalised
         ]

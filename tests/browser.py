@@ -21,6 +21,7 @@ FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-u
          "--font-render-hinting=none", "--remote-debugging-pipe")  # fmt: skip
 KEYS = {"Enter": ("Enter", 13, "\r"), "Escape": ("Escape", 27, ""), "Tab": ("Tab", 9, "")}
 SHIFT = 8
+MISSING = f"the page is not tested in a browser: none of {', '.join(NAMES)} is installed (Debian: apt install chromium)"
 
 
 def installed():
@@ -42,7 +43,7 @@ class Browser:
 
     def __init__(self, profile):
         found = installed()
-        assert found, f"none of {', '.join(NAMES)} is installed (Debian: apt install chromium)"
+        assert found, MISSING
         theirs, self.out = pipe()
         self.into, ours = pipe()
         self.process = subprocess.Popen(

@@ -2,16 +2,23 @@
 
 import os
 import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 import browser
 import pytest
 import torch
 from hypothesis import settings
+from metal import executor
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any is imported
+
+executor.install()  # without an Apple GPU, a CPU executes Metal's kernels
 
 # There is no Triton for macOS. These files are about its kernels; others leave its language out.
 collect_ignore = [
@@ -23,14 +30,41 @@ collect_ignore = [
     "test_gpu_compiling.py",
     "test_graph.py",
 ][: None if find_spec("triton") is None else 0]
-# The page's tests click and type in a real browser. Where CI runs, there is one.
-if not browser.installed():
-    collect_ignore.append("test_page.py")
 
 # `pytest --hypothesis-profile full` is what .ci/full runs.
 settings.register_profile("default", deadline=None)
 settings.register_profile("full", deadline=None, max_examples=1000)
 settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=compiles)  # they come last, and the others stay in their order
+
+
+def compiles(item):
+    return item.path.name == "test_cross_compile.py"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilations(request):
+    """Whether kernels compile for other GPUs, by the run that test_cross_compile.py asks for: under way from now on."""
+    runs = [item.callspec.params["run"] for item in request.session.items if compiles(item)]
+    alone = len(runs) == len(request.session.items)
+    cores, begun = os.cpu_count() or 1, []
+
+    def compiled(run):
+        environment = {**os.environ, "TRITON_INTERPRET": "0"}  # there Triton compiles, where here it interprets
+        command = ["nice", "-n", "19", sys.executable, Path(__file__).with_name("cross_compile.py"), *run]
+        process = subprocess.Popen(command, stdout=PIPE, stderr=STDOUT, text=True, env=environment)
+        begun.append(process)
+        said, _ = process.communicate()
+        return process.returncode, said
+
+    with ThreadPoolExecutor(cores if alone else max(1, cores - 1)) as pool:
+        yield {run: pool.submit(compiled, run) for run in runs}
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in begun:  # where the session ends early
+            process.terminate()
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +108,5 @@ def pytest_terminal_summary(terminalreporter):
     sources = sorted((Path(__file__).parents[1] / "halfbyte").rglob("*.py"))
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources)
     terminalreporter.write_line(f"the package has {lines} lines in {len(sources)} files")
+    if not browser.installed():  # said aloud: a skip is one letter among thousands
+        terminalreporter.write_line(f"WARNING: {browser.MISSING}", yellow=True, bold=True)

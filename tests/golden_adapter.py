@@ -73,9 +73,11 @@ def run(
 
 def device_of(language: str) -> str:
     """Where a language runs; without its GPU, on a CPU: Triton's interpreter, Metal's executor (tests/metal)."""
-    if language == "triton" and torch.cuda.is_available():
-        return "cuda"
-    return "mps" if language == "metal" and torch.backends.mps.is_available() else "cpu"
+    if language == "metal":
+        from metal import executor
+
+        return executor.install()
+    return "cuda" if language == "triton" and torch.cuda.is_available() else "cpu"
 
 
 def tensor(array: np.ndarray) -> Tensor:

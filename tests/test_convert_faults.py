@@ -258,6 +258,7 @@ def test_row_61_short_writes_are_continued(source, wanted, tmp_path, monkeypatch
         ("there", "exists already"), ("file", "exists already"), ("link", "exists already"), ("alias", "is the source"),
         ("{source}", "is the source"), ("{source}/result", "lies inside the source"), ("no/result", "is not a folder"),
         ("alias/result", "lies inside the source"), ("file/result", "is not a folder"), ("/sys/result", "not writable"),
+        ("/proc/result", "not writable"),
     ],
 )  # fmt: skip
 def test_row_62_targets_that_cannot_be(name, said, source, tmp_path):

@@ -1,14 +1,13 @@
-"""Every serving configuration compiles for the GPUs we name, within their shared memory; no GPU is needed."""
+"""Every serving configuration compiles for the GPUs we name, within their shared memory; no GPU is needed.
+
+That takes minutes of one core, and the other tests leave one idle: conftest.py begins it with the first test of a
+session, beside all others and behind them in priority, and these tests come last.
+"""
 
 import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("cross_compile.py")
 # Without Hopper's products and with little shared memory; with both; of another maker. All of them take too long for
 # every change: .ci/full asks for those.
 TARGETS = ("sm_86", "sm_90", "gfx942")
@@ -19,23 +18,9 @@ if os.environ.get("EVERY_TARGET"):
 RUNS = [("small", "sm_90"), *((which, target) for which in ("serving", "fused") for target in TARGETS)]
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    """One process a run, as many at a time as there are cores; there Triton compiles, where here it interprets."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-
-    def compiled(run):
-        return subprocess.run(
-            [sys.executable, str(SCRIPT), *run], capture_output=True, text=True, env=environment, check=False
-        )
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {run: pool.submit(compiled, run) for run in RUNS}
-
-
 @pytest.mark.parametrize("run", RUNS, ids=" ".join)
-def test_kernels_compile_within_shared_memory(run, outcomes):
-    done = outcomes[run].result()
-    assert done.returncode == 0, done.stdout + done.stderr
-    kernels = int(done.stdout.split(f"{run[1]}: ")[-1].split()[0])
+def test_kernels_compile_within_shared_memory(run, compilations):
+    status, said = compilations[run].result()
+    assert status == 0, said
+    kernels = int(said.split(f"{run[1]}: ")[-1].split()[0])
     assert kernels > (10 if run[0] == "fused" else 80)

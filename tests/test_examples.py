@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SAYS = {  # what each must print
     "batch": r"a fox and a lantern: .*fox.*\n\na.* tokens, \d+ a second together",
+    "bigger_than_memory": r"fox.*1\.0 MB of experts in memory: \d+% of .*\n.* MB read .* GB/s\nthe reply is that of",
     "convert_and_perplexity": r"original +perplexity +\d.*\n6\.\d bits.*\n3\.\d bits.*\n2\.\d bits.* same guess \d+%",
     "load_and_stream": r"fox.*lantern.*\d+ tokens, \d+ a second; it ended by 'stop'",
     "op_from_torch": r"33\.6 MB of float32 became 5\.2 MB\nqmm ran in (numba|triton)\n",

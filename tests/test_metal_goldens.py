@@ -6,14 +6,11 @@ from pathlib import Path
 import pytest
 from golden_adapter import run
 from golden_vectors import files, load
-from metal import executor
 
 from halfbyte.kernels.metal import shaders
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text(encoding="utf-8")
 FAMILIES = sorted(path.stem for path in (Path(shaders.__file__).parent).glob("*.metal"))
-
-executor.install()
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.stem)

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(
 SUMS = """
 #include <metal_stdlib>
 using namespace metal;
-template <typename T> kernel void sums(device const T *x, device T *y, constant int &D,
+template <typename T> [[kernel, max_total_threads_per_threadgroup(128)]] void sums(
+    device const T *x, device T *y, constant int &D,
     uint row [[threadgroup_position_in_grid]], uint index [[thread_index_in_threadgroup]],
     uint simd [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float parts[4];
@@ -34,12 +35,12 @@ template [[host_name("sums")]] [[kernel]] decltype(sums<float>) sums<float>;
 ROWS, WIDTH = 3, 300
 
 
-def run(source=SUMS, x=None, y=None, D=WIDTH, order=2, threads=ROWS * 128, cast="int32"):
+def run(source=SUMS, x=None, y=None, D=WIDTH, order=2, threads=ROWS * 128, size=128, cast="int32"):
     x = torch.arange(ROWS * WIDTH, dtype=torch.float32) if x is None else x
     y = torch.empty(ROWS) if y is None else y
     with executor.scheduled(order):
         kernel = executor.compile_shader(source).sums
-        kernel(x, y, D, threads=threads, group_size=128, arg_casts={2: cast} if cast else None)
+        kernel(x, y, D, threads=threads, group_size=size, arg_casts={2: cast} if cast else None)
     return y
 
 
@@ -120,6 +121,8 @@ def test_our_own_barriers_are_needed(which, monkeypatch):
     [
         ({"cast": None}, "another size than its parameter"),
         ({"threads": ROWS * 128 + 1}, "threads in groups"),
+        ({"threads": ROWS * 256, "size": 256}, "256 threads in a group"),  # more than it was compiled for
+        ({"threads": ROWS * 48, "size": 48}, "48 threads in a group"),  # half a simd group
         ({"y": torch.empty(0)}, "an empty buffer"),
         ({"D": None}, "the argument None"),
     ],
@@ -135,6 +138,27 @@ def test_views_of_one_tensor_may_be_bound_together():
     assert run(x=beside, y=beside[ROWS * WIDTH :]).tolist() == run(x=x).tolist()
     with pytest.raises(executor.Fault, match="race: argument 0"):
         run(x=x, y=x[1:4])
+
+
+REFUSED = {
+    "a double": ("float sum = 0;", "double sum = 0;", "line 9: Metal has no `double`"),
+    "a lambda": ("float sum = 0;", "float sum = [](float a) { return a; }(0);", "Metal has no"),
+    "bfloat, which an M1 may not have": ("float sum = 0;", "bfloat sum = 0;", "Metal has no `bfloat`"),
+    "a letter of no ASCII": ("float sum = 0;", "float sum = 0;  // größe", "ASCII"),
+    "two widths of places": ("uint row [[", "uint2 all [[threads_per_threadgroup]], uint row [[", "all numbers or all"),
+    "threadgroup memory outside of a kernel": (
+        "using namespace metal;",
+        "using namespace metal;\ninline void spare() {\n  threadgroup float more[4];\n}",
+        "may stand in a kernel alone",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_only_a_cpu_compiler_takes_is_refused(name):
+    old, new, message = REFUSED[name]
+    with pytest.raises(SyntaxError, match=message):
+        translate(changed(old, new))
 
 
 def test_a_pointer_needs_an_address_space():
@@ -158,3 +182,10 @@ def test_a_launcher_binds_what_its_kernel_takes():
 def test_a_size_beyond_32_bits_is_refused():
     with pytest.raises(ValueError, match="below 2\\^31"):
         shaders.launch(None, 1 << 31, groups=1, size=32)
+    with pytest.raises(ValueError, match=r"2\^32 threads an axis"):  # a thread's place in the grid would wrap
+        shaders.launch(None, groups=(1 << 25, 1), size=(256, 1))
+
+
+def test_more_buffers_than_metal_takes_are_refused():
+    with pytest.raises(ValueError, match="at most 512 buffers"):
+        shaders.launch(None, [torch.zeros(1)] * 513, groups=1, size=32)

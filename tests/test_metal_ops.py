@@ -12,6 +12,7 @@ from halfbyte import listing
 from halfbyte.cases import CASES
 from halfbyte.check import LIMIT, bits, clone, error_ratio, outcome
 from halfbyte.ops.dispatch import trace, using
+from halfbyte.ops.experts import expert_qmm
 
 DEVICE = executor.install()
 WRITTEN = {op.name for op in listing.ops() if "metal" in op.languages}
@@ -37,3 +38,10 @@ def test_every_order_gives_the_same_bits(case):
             results.append(outcome(case.op, clone(args), clone(kwargs), case.mutates))
     for one in results[1:]:
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(results[0], one, strict=True))
+
+
+def test_a_tile_finds_its_expert_among_many_thousands():
+    w = torch.arange(20000.0, device=DEVICE).view(-1, 1, 1)
+    ids = torch.tensor([*range(0, 20000, 500), 19999], device=DEVICE)[:, None]
+    with using("metal"):
+        assert torch.equal(expert_qmm(torch.ones(len(ids), 1, device=DEVICE), ids, w).flatten(), ids.flatten().float())

@@ -42,7 +42,7 @@ def beyond(schema):
     """Values that a schema of a plain field does not allow, one beyond each of its bounds."""
     for one in schema.get("anyOf", [schema]):
         if "maximum" in one:
-            yield from (one["maximum"] + 1, one.get("minimum", one.get("exclusiveMinimum")) - 1, "1", True)
+            yield from (one["maximum"] + 1, one["minimum"] - 1, "1", True)
         elif one.get("type") == "boolean":
             yield from ("true", 1)
         elif one.get("type") == "array" and not {"string"} & {kind.get("type") for kind in schema.get("anyOf", [])}:
@@ -74,8 +74,7 @@ def test_the_bounds_of_the_description_are_taken(server, described):
     for name, field in fields.items():
         number = field.get("anyOf", [field])[0]
         if "maximum" in number and name not in ("n", "max_tokens", "max_completion_tokens"):
-            low = number["minimum"] if "minimum" in number else number["exclusiveMinimum"] + 0.01
-            for value in (low, number["maximum"]):
+            for value in (number["minimum"], number["maximum"]):
                 response = server.post(CHAT, {**BODIES[CHAT], name: value})
                 assert response.status_code == 200, (name, value, response.text)
 

@@ -14,7 +14,6 @@ from model_goldens import NAMES
 from safetensors.torch import load_file, save_file
 from streaming import PROMPT, TINY, budget_of, mixtures_of, shard, tokens
 
-from halfbyte import expert_reader
 from halfbyte.accounting import skeleton
 from halfbyte.engine import logits
 from halfbyte.errors import CheckpointError, NotEnoughMemory
@@ -82,17 +81,15 @@ def test_experts_stored_one_by_one_are_read_in_one_call_each(resident, copied):
     assert model.residency.reader.calls < 9 * misses, "some of the nine ranges touch"
 
 
-def test_ranges_that_touch_are_joined_and_long_ones_cut(monkeypatch):
-    monkeypatch.setattr(expert_reader, "CUT", 10)
+def test_ranges_that_touch_are_joined_and_long_ones_cut():
     a, b, view = Path("a"), Path("b"), memoryview(bytearray(100))
     ranges = [Range(b, 5, "w", view[:3]), Range(a, 8, "s", view[10:13]), Range(a, 0, "w", view[20:28])]
     ranges += [Range(a, 20, "long", view[30:53])]
-    found = [[(one.path.name, one.start, len(one.view)) for one in run] for run in runs(ranges)]
+    found = [[(one.path.name, one.start, len(one.view)) for one in run] for run in runs(ranges, 10)]
     assert found == [
         [("a", 0, 8)], [("a", 8, 3)], [("a", 20, 10)], [("a", 30, 10)], [("a", 40, 3)], [("b", 5, 3)],
     ]  # fmt: skip
-    monkeypatch.setattr(expert_reader, "CUT", 11)
-    assert [len(run) for run in runs(ranges)] == [2, 1, 1, 1, 1]
+    assert [len(run) for run in runs(ranges, 11)] == [2, 1, 1, 1, 1]
 
 
 def test_plans_keep_to_the_budget_and_share_it_by_form():

@@ -7,7 +7,10 @@ import errno
 import logging
 import os
 import resource
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -137,3 +140,17 @@ def test_row_58_more_shards_than_descriptors(resident, copied):
     with limited(resource.RLIMIT_NOFILE, used + 48):
         model = load_model(copied, expert_cache=budget_of(TINY, 5))
         assert tokens(model, 3) == expected
+
+
+def test_row_72_odd_surroundings(copied, tmp_path):
+    """No HOME, the C locale, a time zone that is none, spaces and letters of other scripts in the path."""
+    odd = tmp_path / "mein Modell, größer als スペース"
+    copied.rename(odd)
+    kept = {name: os.environ[name] for name in ("PATH", "XDG_CACHE_HOME") if name in os.environ}
+    kept.setdefault("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    command = ["generate", str(odd), "--prompt", "x", "-n", "2", "--expert-cache", str(budget_of(TINY, 5))]
+    ran = subprocess.run(
+        [sys.executable, "-m", "halfbyte", *command], cwd=Path(__file__).parents[1], capture_output=True, timeout=120,
+        env={**kept, "LC_ALL": "C", "TZ": "Nowhere/There"},
+    )  # fmt: skip
+    assert ran.returncode == 0 and ran.stdout.strip(), ran.stderr.decode(errors="replace")

@@ -262,6 +262,24 @@ def test_a_short_prompt_passes_a_long_one(start):
     assert desk.ids(long) == alone(long.prompt, 1)
 
 
+def test_short_prompts_share_a_step(start, monkeypatch):
+    """As many as a piece of a long one has tokens; each is answered as it is alone."""
+    from halfbyte.models.decoder import Decoder as Model
+
+    real, steps = Model.__call__, []
+    monkeypatch.setattr(Model, "__call__", lambda self, step, cache: steps.append(step) or real(self, step, cache))
+    scheduler, desk = start(slots=8, chunk=32)
+    jobs = [job(prompt_of(10, seed), 2) for seed in range(6)]
+    with scheduler.changed:  # the engine waits until all are there
+        for one in jobs:
+            scheduler.submit(one)
+    for one in jobs:
+        desk.wait(one)
+    assert [len(step.runs) for step in steps[:2]] == [3, 4]  # three prompts; their first tokens and the next three
+    monkeypatch.undo()
+    assert [desk.ids(one) for one in jobs] == [alone(one.prompt, 2) for one in jobs]
+
+
 def test_a_long_prompt_is_not_starved(start):
     """Short ones keep coming; every other step is the long one's."""
     scheduler, desk = start(slots=3, capacity=1024, chunk=16)

@@ -234,6 +234,21 @@ def test_tools_are_called_in_parallel(caller):
         assert reason == "tool_calls"
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_one_call_is_the_last_where_calls_may_not_be_parallel(caller, stream):
+    with openai.OpenAI(base_url=f"{caller.address}/v1", api_key="none", max_retries=0) as client:
+        ask = {"model": "caller", "messages": ASK, "tools": TOOLS, "max_tokens": 200, "extra_body": saying(CALLS)}
+        reply = client.chat.completions.create(**ask, parallel_tool_calls=False, stream=stream)
+        if stream:
+            deltas = [chunk.choices[0] for chunk in reply]
+            names = [call.function.name for one in deltas for call in one.delta.tool_calls or []]
+            assert [name for name in names if name] == ["weather"] and deltas[-1].finish_reason == "tool_calls"
+        else:
+            calls = [call.function for call in reply.choices[0].message.tool_calls]
+            assert [(one.name, json.loads(one.arguments)) for one in calls] == [("weather", {"city": "Oslo"})]
+            assert reply.choices[0].finish_reason == "tool_calls"
+
+
 def test_results_of_tools_are_taken_back(caller):
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     called = {"role": "assistant", "content": None, "tool_calls": [call]}

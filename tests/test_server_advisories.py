@@ -1,11 +1,13 @@
-"""One test for each class of advisory that other servers had, named after it. What a model folder can do is tested
-where folders are read (test_checkpoint.py, test_shards.py, test_template.py); here, what a request can do."""
+"""One test for each class of advisory that other servers had, named after it. What a model folder can do is tested at
+length where folders are read (test_checkpoint.py, test_shards.py, test_template.py); here, what a request can do."""
 
 import ast
 import json
 import statistics
 import time
+from pathlib import Path
 
+import checkpoint_files as files
 import httpx2
 import pytest
 from serving import CHAT, COMPLETIONS, ROOT, error, serving
@@ -36,6 +38,22 @@ def test_cve_2026_5843_code_in_a_model_folder_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="model_file"):
         load_model(tmp_path)
     assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    "claimed",
+    [
+        {"x": files.entry(0, 1 << 40)}, {"x": files.entry(0, 8, [1 << 62, 8])}, {"x": files.entry(8, 0, [8])},
+        {"x": files.entry(0, 8), "y": files.entry(0, 8)}, {"x": files.entry(0, 8, [-8])},
+    ],
+    ids=["cve_2026_7482_beyond_the_file", "cve_2025_53630_overflow", "reversed", "mlx_3363_overlapping", "negative"],
+)  # fmt: skip
+def test_cve_2026_7482_a_file_of_weights_cannot_lie_about_its_sizes(tmp_path, claimed):
+    """Ollama, llama.cpp and mlx: places and sizes in a header that its file does not have."""
+    (tmp_path / "config.json").write_text((ROOT / "halfbyte" / "tiny" / "config.json").read_text())
+    files.raw(tmp_path / "model.safetensors", claimed, bytes(8))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("field", ["chat_template", "template", "jinja"])
@@ -106,6 +124,31 @@ def test_cve_2025_48944_a_bad_pattern_of_a_tool_kills_nothing(server):
     response = server.post(CHAT, {**ASK, "tools": [{"type": "function", "function": {"name": "f", "parameters": bad}}]})
     assert response.status_code == 400 and error(response)["param"] == "tools"
     assert server.http.get("/health").status_code == 200
+
+
+PATTERNS = {"ghsa_rwxx_slow": "(a{1,1000}){1,1000}", "llama_cpp_22606_deep": "(" * 5000 + "a" + ")" * 5000}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_ghsa_rwxx_a_regex_is_compiled_in_time_or_refused(server, pattern):
+    start = time.monotonic()
+    response = server.post(CHAT, {**ASK, "response_format": {"type": "regex", "regex": pattern}})
+    assert response.status_code in (200, 400) and time.monotonic() - start < 5
+    assert server.chat("Hello", 1).status_code == 200
+
+
+def test_ghsa_mgrm_schemas_leave_nothing_on_disk(server):
+    """outlines kept every one in a cache that grew."""
+
+    def written():
+        lines = Path(f"/proc/{server.process.pid}/io").read_text().splitlines()
+        return int(dict(line.split(": ") for line in lines)["write_bytes"])
+
+    before = written()
+    for number in range(20):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": f"{number}" * 100}}}
+        assert server.post(CHAT, {**ASK, "response_format": form}).status_code == 200
+    assert written() - before < 1 << 16  # lines of the log
 
 
 def test_cve_2025_48956_a_giant_header(server):

@@ -44,7 +44,7 @@ def refused(server, body, path=CHAT, status=400):
 
 
 def latency(server, until):
-    """The longest that /health took, and a short request, while something else goes on."""
+    """The longest that /health took while something else goes on."""
     longest = 0.0
     while not until.is_set():
         start = time.monotonic()
@@ -55,14 +55,18 @@ def latency(server, until):
 
 
 def test_row_31_a_million_tokens_are_refused_by_their_bytes(server):
-    ended = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        watched = pool.submit(latency, server, ended)
-        said = refused(server, {"messages": [{"role": "user", "content": "word " * 800_000}]}, status=413)
-        assert said["code"] == "prompt_too_long"
-        assert refused(server, {"prompt": "word " * 800_000}, COMPLETIONS, 413)["code"] == "prompt_too_long"
-        ended.set()
-        assert watched.result() < 1  # 0.2 s on a machine of its own
+    """And nobody else waits for that: of three tries, the one that other work on the machine disturbed least."""
+    text, longest = "word " * 800_000, []
+    for _ in range(3):
+        ended = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            watched = pool.submit(latency, server, ended)
+            said = refused(server, {"messages": [{"role": "user", "content": text}]}, status=413)
+            assert said["code"] == "prompt_too_long"
+            assert refused(server, {"prompt": text}, COMPLETIONS, 413)["code"] == "prompt_too_long"
+            ended.set()
+            longest.append(watched.result())
+    assert min(longest) < 0.2
     well(server)
 
 
@@ -112,7 +116,8 @@ def test_row_33_messages_that_are_none(server, messages):
     ("name", "value"),
     [
         *[("temperature", value) for value in (-1, 1e308, "hot", True, 5.1)],
-        *[("top_p", value) for value in (0, 2, -0.1)], ("top_k", 1 << 40), ("min_p", 2), ("n", 0), ("n", 1_000_000),
+        *[("top_p", value) for value in (0, 2, -0.1, 5e-324)],
+        ("repetition_penalty", 5e-324), ("top_k", 1 << 40), ("min_p", 2), ("n", 0), ("n", 1_000_000),
         *[("top_logprobs", value) for value in (1_000_000_000, -1, 21)], ("seed", 1 << 63), ("seed", 1.5),
         *[("presence_penalty", value) for value in (3, -3)], ("repetition_penalty", 0), ("frequency_penalty", 2.1),
         *[("max_tokens", value) for value in (0, -1, 1 << 40, 1.5, "8")], ("stream", "yes"), ("logit_bias", {"x": 1}),
@@ -574,6 +579,18 @@ def test_row_69_a_port_in_use(server):
     command = [sys.executable, "-m", "halfbyte", "serve", "--port", str(server.port)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "in use" in done.stderr
+
+
+def test_row_74_errors_have_neither_paths_nor_prompts(server):
+    """An answer to one tells nothing of another, of the machine, or of what was sent."""
+    server.chat("my secret is swordfish", 3)
+    bad = [
+        ({"temperature": "swordfish"}, 400), ({"model": "swordfish"}, 404), ({"stop": [["swordfish"]]}, 400),
+        ({"messages": [{"role": "swordfish", "content": "Hi"}]}, 400), ({"tools": ["swordfish"]}, 400),
+    ]  # fmt: skip
+    for body, status in bad:
+        said = json.dumps(refused(server, body, status=status))
+        assert not re.search(r"swordfish|0x|Traceback|\.py|" + re.escape(str(ROOT)), said)
 
 
 def test_row_75_logs_have_neither_prompts_nor_keys(server):

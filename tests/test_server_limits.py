@@ -18,7 +18,7 @@ SMALL = {
     "max_context": 400, "max_connections": 6, "prompt_cache_bytes": 0, "max_top_logprobs": 2, "max_stop": 2,
     "max_stop_bytes": 4, "max_logit_bias": 2,
 }  # fmt: skip
-# Those of time and of lines are held in test_server_faults.py and test_server_load.py, those of templates below.
+# Those of time and lines are held in test_server_faults.py and test_server_load.py, or by servers of their own below.
 ELSEWHERE = {
     "max_queue", "header_seconds", "schema_seconds", "stream_buffer_kb", "slow_reader_seconds", "ping_seconds",
     "step_seconds", "drain_seconds", "template_seconds", "template_mb", "template_output_mb",
@@ -121,6 +121,30 @@ def test_limits_of_templates(tmp_path, name):
         response = server.post(CHAT, {"messages": [HI], "max_tokens": 1})
         assert response.status_code == 400 and error(response)["code"] == "template_failed"
         assert re.search(said, error(response)["message"]) and time.monotonic() - start < 2
+
+
+def test_a_schema_has_its_time(tmp_path):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    with serving(tmp_path, "--schema-seconds", "0.00001") as server:
+        response = server.post(CHAT, {"messages": [HI], "response_format": form})
+        assert response.status_code == 400 and "too long" in error(response)["message"]
+        assert server.post(CHAT, {"messages": [HI], "max_tokens": 1}).status_code == 200
+
+
+def test_a_reply_that_nobody_reads_has_its_buffer(tmp_path):
+    """Long before the reader's time is over."""
+    go_on = {"max_tokens": 5000, "stream": True, "logprobs": 20, "logit_bias": {"0": -100, "2": -100}}
+    body = json.dumps({"prompt": [5, 6], "n": 8, **go_on}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    flags = ("--stream-buffer-kb", "2", "--slow-reader-seconds", "1000")
+    with serving(tmp_path, *flags) as server, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        sock.sendall(head.encode() + body)
+        deadline = time.monotonic() + 60
+        while not server.metric('aborts_total{reason="slow_reader"}') and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert server.metric('aborts_total{reason="slow_reader"}') and server.idle(5)
 
 
 def test_too_many_connections(server):

@@ -185,6 +185,8 @@ def test_row_10_other_files(tmp_path, data, said):
     path = tmp_path / "x.safetensors"
     path.write_bytes(data)
     refused(path, said)
+    with pytest.raises(CheckpointError, match=r"[^.]\.$"):
+        shards.read(path)
 
 
 @pytest.mark.parametrize("padding", range(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections import OrderedDict
@@ -16,16 +17,19 @@ from .shards import State
 
 log = logging.getLogger(__name__)
 MOST = 32
+DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it
 
 
 class Descriptors:
     """Descriptors by path, opened when asked for; the longest unused is closed. Threads may share it.
 
     Each file must be in the state in which it was validated, when it is opened and when all reading is done.
+    `direct`: reads are of whole pages, past the system's memory of files; `buffered` are the files that refuse that.
     """
 
-    def __init__(self, states: Mapping[Path, State], most: int = MOST) -> None:
+    def __init__(self, states: Mapping[Path, State], most: int = MOST, *, direct: bool = False) -> None:
         self.states, self.most = states, most
+        self.buffered: set[Path] = set() if direct and DIRECT else set(states)
         self.opened: OrderedDict[Path, int] = OrderedDict()
         self.users: dict[Path, int] = {}
         self.deleted: set[Path] = set()
@@ -70,8 +74,11 @@ class Descriptors:
 
     def _open(self, path: Path) -> int:
         try:
-            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            descriptor = os.open(path, os.O_RDONLY | (0 if path in self.buffered else DIRECT))
         except OSError as error:
+            if error.errno == errno.EINVAL and path not in self.buffered:  # a file system without direct reads
+                self.buffered.add(path)
+                return self._open(path)
             raise StorageError(f"{path}: {error.strerror or error}") from None
         if State.of(os.fstat(descriptor)) != self.states[path]:
             os.close(descriptor)

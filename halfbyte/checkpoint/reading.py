@@ -28,6 +28,7 @@ from .spans import Span
 Progress = Callable[[int, int], None]
 BATCH = 4 << 20  # bytes of one read
 AHEAD = 32 << 20  # how far in front of a read the disk is asked for the same amount
+PAGE = 4096  # what direct reads begin and end at; disks ask for less
 BUFFERS = 512  # memory views of one read; systems take 1024
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 THREADS = min(4, CORES)  # half of a read is the CPU's: copying, and clearing new pages
@@ -169,16 +170,40 @@ def fill_views(descriptor: int, path: Path, at: int, views: list[memoryview], na
     """Fill views with the bytes of a file from `at` on. `name` says which tensor a byte belongs to, for an error."""
     end = at + sum(map(len, views))
     while at < end:
-        try:
-            count = os.preadv(descriptor, views, at)
-        except InterruptedError:
-            continue
-        except OSError as error:
-            raise StorageError(f"{path}: reading at byte {at}: {error.strerror or error}.") from error
+        count = read_once(descriptor, path, at, *views)
         if count == 0:
-            raise CheckpointError(f"{path}: it ends at byte {at}; tensor {shown(name(at))} needs {end}. {AGAIN}")
+            raise ended(path, at, end, name(at))
         at += count
         while views and count >= len(views[0]):
             count -= len(views.pop(0))
         if count:
             views[0] = views[0][count:]
+
+
+def read_once(descriptor: int, path: Path, at: int, *views: memoryview) -> int:
+    """As many bytes as the system gives at a time; a signal is no reason to give up."""
+    while True:
+        try:
+            return os.preadv(descriptor, views, at)
+        except InterruptedError:
+            continue
+        except OSError as error:
+            raise StorageError(f"{path}: reading at byte {at}: {error.strerror or error}.") from error
+
+
+def ended(path: Path, at: int, end: int, name: str) -> CheckpointError:
+    return CheckpointError(f"{path}: it ends at byte {at}; tensor {shown(name)} needs {end}. {AGAIN}")
+
+
+def fill_pages(
+    descriptor: int, path: Path, start: int, stop: int, pages: memoryview, name: Callable[[int], str]
+) -> None:
+    """Bytes start .. stop of a file, by whole pages: the first one is at start % PAGE of `pages`."""
+    begin, done = start - start % PAGE, 0
+    need = stop - begin
+    while done < need:
+        done -= done % PAGE
+        wanted = pages[done : -(-need // PAGE) * PAGE]
+        before, done = done, done + read_once(descriptor, path, begin + done, wanted)
+        if done == before or (done < need and os.fstat(descriptor).st_size <= begin + done):
+            raise ended(path, begin + done, stop, name(max(begin + done, start)))

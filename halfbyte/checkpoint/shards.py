@@ -101,7 +101,7 @@ def read(path: Path) -> Shard:
 def _header(path: Path, file: Any, length: int) -> bytes:
     head = file.read(files.HEAD)
     if said := files.impostor(head):
-        _refuse(path, said, remedy="")
+        raise CheckpointError(f"{path}: {said}")
     if length < 8 or len(head) < 8:
         _refuse(path, f"it has {length} bytes, less than the 8 of a header's length")
     count = int.from_bytes(head[:8], "little")

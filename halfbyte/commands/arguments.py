@@ -13,6 +13,7 @@ from .pull import located
 if TYPE_CHECKING:
     from ..chat import Tokenizer
     from ..checkpoint.weights import Load
+    from ..fitting import Allowed
     from ..models.decoder import Decoder
 
 DEFAULT_MODEL = "tiny"  # the one in the package
@@ -44,18 +45,49 @@ def add(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     )
     parser.add_argument("--prefill-step-size", type=whole, metavar="N", help="tokens of a prompt computed at a time")
     parser.add_argument("--load", choices=["read", "map"], default="read", help="map: weights stay in the files (CPU)")
-    add_expert_cache(parser)
+    add_memory(parser)
+    add_top_k_experts(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
     add_deterministic(parser)
     parser.add_argument("-t", "--threads", type=whole, metavar="N", help="CPU threads (default: one a core)")
     _add_sampling(parser.add_argument_group("sampling", "what is not given comes from the model"))
 
 
-def add_expert_cache(parser: argparse.ArgumentParser) -> None:
+def add_expert_cache(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--expert-cache", type=byte_count, metavar="SIZE",
         help="leave experts on disk and keep so much of them in memory, as 4GB (CPU); replies are the same",
     )  # fmt: skip
+
+
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("memory", "sizes as 4GB; what is too small is refused with the least that is not")
+    add_expert_cache(group)
+    sized = {
+        "--ram": "of weights and caches on the host", "--memory-limit": "of the whole process on the host",
+        "--gpu-memory": "of the whole process on the GPU",
+    }  # fmt: skip
+    for name, help in sized.items():
+        group.add_argument(name, type=byte_count, metavar="SIZE", help=f"at most, {help} (default: what is free)")
+    group.add_argument(
+        "--fit", choices=["on", "off"], default="on",
+        help="on: where memory has no room for all experts, leave some on disk (CPU); off: refuse (default: on)",
+    )  # fmt: skip
+
+
+def add_top_k_experts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--top-k-experts", type=whole, metavar="N",
+        help="fewer experts a token than the model was made for: faster and worse (`perplexity --kl` says how much)",
+    )  # fmt: skip
+
+
+def allowed(args: argparse.Namespace) -> Allowed:
+    """What the flags of `add_memory` say, for a command that has them."""
+    from ..fitting import Allowed
+
+    given = {name: getattr(args, name, None) for name in ("expert_cache", "ram", "memory_limit", "gpu_memory")}
+    return Allowed(**given, fit=getattr(args, "fit", "on") == "on")
 
 
 def add_deterministic(parser: argparse.ArgumentParser) -> None:
@@ -117,14 +149,21 @@ def require_device(args: argparse.Namespace) -> None:
         make_deterministic()
 
 
-def loaded(name: str, args: argparse.Namespace, load: Load = "read") -> tuple[Decoder, Tokenizer]:
-    """A model that a command was given, and its tokenizer: fetched, loaded and compiled, as far as that is needed."""
+def loaded(
+    name: str, args: argparse.Namespace, load: Load = "read", slots: int = 1, *, fewer: bool = True
+) -> tuple[Decoder, Tokenizer]:
+    """A model that a command was given, and its tokenizer: fetched, loaded and compiled, as far as that is needed.
+
+    `slots`: how many requests are to be answered at a time. `fewer`: whether --top-k-experts is meant for it.
+    """
     from .. import loading
     from ..compilation import compile_kernels
 
     require_device(args)
     folder = located(name, args)
-    progress, experts = bar(f"loading {name}"), getattr(args, "expert_cache", None)
-    model, tokenizer = loading.load(folder, args.device, args.dtype, load=load, progress=progress, expert_cache=experts)
-    compile_kernels(model, kernels(model.device.type))
+    model, tokenizer = loading.load(
+        folder, args.device, args.dtype, load=load, progress=bar(f"loading {name}"), allowed=allowed(args),
+        top_k_experts=getattr(args, "top_k_experts", None) if fewer else None,
+    )  # fmt: skip
+    compile_kernels(model, kernels(model.device.type), slots)
     return model, tokenizer

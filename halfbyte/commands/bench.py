@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import size
 from ..progress import bar, counter, kernels, passing, say
-from .arguments import DEFAULT_MODEL, add_deterministic, add_expert_cache, require_device
+from .arguments import DEFAULT_MODEL, add_deterministic, add_memory, add_top_k_experts, allowed, require_device
 from .explaining import new_table, show_steps
 from .numbers import at_least_one, counts, pair, seconds, whole
 from .pull import located
@@ -64,7 +64,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--record-routes", type=Path, metavar="FILE",
         help="write down which experts the tests chose, for `halfbyte plan MODEL --trace FILE` (CPU)",
     )  # fmt: skip
-    add_expert_cache(parser)
+    add_memory(parser)
+    add_top_k_experts(parser)
     add_deterministic(parser)
     parser.add_argument("--no-warmup", action="store_true", help="let the first turn count, too")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
@@ -100,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
     if args.explain and args.expert_cache is not None:
         args.parser.error("argument --explain: a step is explained with all experts in memory, without --expert-cache")
     progress = bar(f"loading {args.model}")
-    model = load_model(folder, args.device, args.dtype, progress=progress, expert_cache=args.expert_cache)
+    model = load_model(
+        folder, args.device, args.dtype, progress=progress, allowed=allowed(args), top_k_experts=args.top_k_experts
+    )
     compile_kernels(model, kernels(model.device.type))
     form = "json" if args.json else args.output
     table = new_table(form) if args.explain else Table(form, COLUMNS, WORDS, shown)

@@ -15,7 +15,11 @@ RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="folder of a checkpoint, or owner/name on the hub")
-    parser.add_argument("target", metavar="DST", type=Path, help="folder to make")
+    parser.add_argument("target", metavar="DST", type=Path, nargs="?", help="folder to make")
+    parser.add_argument(
+        "--repack", action="store_true",
+        help="instead: write SRC's experts once more beside its shards, one read each, for when memory has no room",
+    )  # fmt: skip
     parser.add_argument("-q", "--quantize", action="store_true", help="quantise the matrices")
     parser.add_argument("--q-bits", type=int, metavar="N", help="2, 3, 4, 5, 6 or 8 (default: the mode's)")
     parser.add_argument("--q-group-size", type=int, metavar="N", help="32, 64 or 128 (default: the mode's)")
@@ -32,6 +36,10 @@ def run(args: argparse.Namespace) -> int:
     from ..errors import HalfbyteError
 
     source = located(args.source, args)
+    if args.repack != (args.target is None):
+        args.parser.error("convert takes SRC DST, or SRC --repack")
+    if args.repack:
+        return repacked(source, args)
     try:
         plan = convert(
             source, args.target, args.quantize, args.q_bits, args.q_group_size, args.q_mode, args.quant_predicate,
@@ -55,4 +63,17 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run and not args.json:
         print(*plan.lines(), sep="\n")
     show(values, rows, args.json)
+    return 0
+
+
+def repacked(source: Path, args: argparse.Namespace) -> int:
+    from ..accounting import skeleton
+    from ..convert.repacking import repack
+
+    ledger = skeleton(source)[1]
+    if not ledger.mixtures:
+        args.parser.error(f"argument --repack: {source} has no experts")
+    written = repack(ledger, bar("writing"))
+    rows = [("beside", str(source)), ("experts", f"{len(ledger.mixtures)} files, {size(written)}")]
+    show({"source": str(source), "files": len(ledger.mixtures), "bytes_written": written}, rows, args.json)
     return 0

@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         "memory_available": {str(one): memory.available(one) for one in {chosen, torch.device("cpu")}},
         "vectors": machine.vector_features(),
         "threads": torch.get_num_threads(),
+        "threading_layer": machine.threading_layer(),
         "fusions": list(FUSIONS),
         "fusions_left_out": sorted(WITHOUT),
     }
@@ -112,4 +113,6 @@ def cpu() -> str:
     from .. import machine
 
     vectors = ", ".join(machine.vector_features()) or "no vectors"
-    return f"yes: {machine.cpu_name()}, {vectors}, {torch.get_num_threads()} threads"
+    warning = machine.slow_threads()
+    said = f"yes: {machine.cpu_name()}, {vectors}, {torch.get_num_threads()} threads ({machine.threading_layer()})"
+    return f"{said}; {warning}" if warning else said

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import size
+from ..errors import StorageError, size
 from ..progress import prompt_progress
 from . import arguments as shared
 from .terminal import tolerate_any_text
@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     wishes = shared.checked(args)
     schema = read_schema(args)
     tolerate_any_text()
+    require_place(args.prompt_cache_file)
     return answer(args, wishes, read_prompt(args), schema)
 
 
@@ -129,6 +130,13 @@ def follower(schema: str, model: Decoder, tokenizer: Tokenizer, ids: list[int]) 
     from ..grammar import Follower, Grammars
 
     return Follower(Grammars(tokenizer, model.vocabulary).constraint("json_schema", schema), tokenizer, ids)
+
+
+def require_place(path: Path | None) -> None:
+    """Where a prompt cache cannot be written is said before a reply is computed."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        why = "it is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
+        raise StorageError(f"{path}: no prompt cache can be written there: {why}. Name a file in a folder that exists.")
 
 
 def kept_state(args: argparse.Namespace, model: Decoder, ids: list[int]) -> tuple[Cache | None, int]:

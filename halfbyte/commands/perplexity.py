@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..progress import counter
-from .arguments import loaded
+from .arguments import add_top_k_experts, loaded
 from .terminal import show
 
 
@@ -17,6 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--kl", metavar="BASE", help="also compare with this model: divergence, and how often both agree"
     )
     parser.add_argument("--context", type=int, default=512, metavar="N", help="tokens of a window (default: 512)")
+    add_top_k_experts(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
 
 
@@ -29,8 +30,10 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error("argument --context: must be 2 or more")
     try:
         text = args.file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        args.parser.error(f"argument FILE: {args.file}: {error}")
+    except OSError as error:
+        args.parser.error(f"argument FILE: {args.file}: {error.strerror}")
+    except UnicodeDecodeError as error:
+        args.parser.error(f"argument FILE: {args.file}: it is not UTF-8: {error.reason} at byte {error.start}")
 
     model, tokenizer = loaded(args.model, args)
     ids = tokenizer.encode(text)
@@ -38,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"argument FILE: {args.file} has {len(ids)} tokens, at least 2 are needed")
     base = None
     if args.kl is not None:
-        base, other = loaded(args.kl, args)
+        base, other = loaded(args.kl, args, fewer=False)
         if other.encode(text) != ids or base.vocabulary != model.vocabulary:
             raise CheckpointError(
                 f"{args.kl}: its tokens are others than those of {args.model}: they cannot be compared."

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError, size
-from .arguments import add_expert_cache
+from .arguments import add_memory, allowed
 from .pull import located
 from .terminal import show
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..accounting import Account
     from ..checkpoint import Checkpoint
     from ..checkpoint.ledger import Ledger
+    from ..fitting import Allowed
 
 PARTS = (0.1, 0.25, 0.5, 0.75)  # of all experts in memory, where no --expert-cache says how much
 STATE_ROUND_TRIP = 2  # recurrent states are read and written
@@ -29,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", type=Path, metavar="FILE",
         help="routes that `bench --record-routes` wrote: say what an expert cache would do with them",
     )  # fmt: skip
-    add_expert_cache(parser)
+    add_memory(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     if context < 1:
         args.parser.error("argument --context: must be 1 or more")
     need = account.weights + account.cache(context)
+    limits = allowed(args)
+    limits.restrict(device)
     have = memory.available(device)
     bandwidth = read_bandwidth(device.type)
     moved = account.read_per_token + STATE_ROUND_TRIP * account.cache_fixed
@@ -66,12 +69,52 @@ def run(args: argparse.Namespace) -> int:
         "read_bytes_per_second": bandwidth, "bytes_per_token": moved, "tokens_per_second_at_most": bandwidth / moved,
         "tokens_per_second_at_context": bandwidth / full,
     }  # fmt: skip
+    if device.type == "cpu" and ledger.mixtures:
+        tiers = tiered(limits, ledger, account, bandwidth)
+        values |= tiers
+        rows += described_tiers(tiers)
     if args.trace is not None:
         values["expert_caches"] = caches = predicted(args, checkpoint, ledger, account, bandwidth / moved)
         rows += [("experts", f"{size(account.experts)}, read at {size(round(caches[0]['disk_bytes_per_second']))}/s")]
         rows += [(f"  {one['policy']}, {size(one['cache_bytes'])}", described(one)) for one in caches]
     show(values, rows, args.json)
     return 0
+
+
+def tiered(limits: Allowed, ledger: Ledger, account: Account, bandwidth: float) -> dict[str, Any]:
+    """Where weights would lie, and what that costs a token; every expert as likely as any other, without a trace."""
+    from ..disk import expert_bandwidth
+    from ..fitting import TEXT, place
+
+    text = 2 * account.cache(min(account.context, TEXT))  # float32, where the account has bfloat16
+    cache = place(limits, ledger, text, account.experts_per_token).cache
+    if cache is None:
+        return {"expert_cache_bytes": None, "experts_read_per_token": 0.0}
+    missing = 1 - min(cache / account.experts, 1)
+    needed = account.experts_per_token * len(ledger.mixtures)
+    read = missing * account.experts * account.experts_per_token / account.expert_count
+    disk = expert_bandwidth(ledger)
+    seconds = (account.read_per_token + STATE_ROUND_TRIP * account.cache_fixed) / bandwidth + read / disk
+    return {
+        "expert_cache_bytes": cache, "experts_on_disk_bytes": max(account.experts - cache, 0),
+        "dense_bytes": account.weights - account.experts, "experts_read_per_token": missing * needed,
+        "disk_bytes_per_token": read, "disk_bytes_per_second": disk, "tokens_per_second_streamed": 1 / seconds,
+    }  # fmt: skip
+
+
+def described_tiers(tiers: dict[str, Any]) -> list[tuple[str, str]]:
+    if tiers["expert_cache_bytes"] is None:
+        return []
+    sizes = {name: size(round(tiers[name])) for name in tiers if "bytes" in name}
+    return [
+        ("in memory", f"{sizes['dense_bytes']} that every token reads + {sizes['expert_cache_bytes']} of experts"),
+        ("on disk", f"{sizes['experts_on_disk_bytes']} of experts, read at {sizes['disk_bytes_per_second']}/s"),
+        (
+            "a token",
+            f"reads {tiers['experts_read_per_token']:.0f} experts, {sizes['disk_bytes_per_token']}, if it is as likely "
+            f"to choose one as another: {tiers['tokens_per_second_streamed']:.1f} tok/s at most",
+        ),
+    ]
 
 
 def predicted(

@@ -41,7 +41,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exit-on-fatal", action="store_true", help="exit with status 1 when the engine dies or hangs")
     parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--load", choices=["read", "map"], default="read", help="map: weights stay in the files (CPU)")
-    shared.add_expert_cache(parser)
+    shared.add_memory(parser)
+    shared.add_top_k_experts(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
     parser.add_argument("-t", "--threads", type=whole, metavar="N", help="CPU threads (default: one a core)")
     group = parser.add_argument_group("limits")
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
         use_threads(args.threads)
     sock = process.listen(args.host, args.port)
-    model, tokenizer = shared.loaded(args.model, args, args.load)
+    model, tokenizer = shared.loaded(args.model, args, args.load, settings.max_concurrency)
     names = args.served_model_name or [args.model]
     service = Service(model, tokenizer, names, settings)
     held: list[process.Process] = []

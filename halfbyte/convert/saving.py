@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,13 +218,17 @@ def own(folder: Path) -> int:
 
     while True:
         try:
-            with suppress(FileExistsError):
-                folder.mkdir()
+            folder.mkdir()
+        except FileExistsError:
+            pass
+        except OSError as error:  # also where nothing can be made: FileNotFoundError in /proc
+            raise unwritable(folder, error) from None
+        try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:  # its owner has just finished
             continue
         except OSError as error:
-            raise ValueError(f"convert: {folder.parent} is not writable ({error.strerror}). Choose another.") from None
+            raise unwritable(folder, error) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(lock), os.lstat(folder)):
@@ -242,6 +246,10 @@ def own(folder: Path) -> int:
             os.close(lock)
             raise StorageError(f"{folder}: {error.strerror or error}. Choose another place.") from None
         os.close(lock)
+
+
+def unwritable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(f"convert: {folder.parent} is not writable ({error.strerror}). Choose another.")
 
 
 def sync(path: Path) -> None:

@@ -14,6 +14,7 @@ from .refusals import Refused
 from .schema import Wish
 
 DONE = b"data: [DONE]\n\n"
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class Answer(Protocol):
@@ -33,7 +34,7 @@ class Answer(Protocol):
 
 def event(value: Any, name: str = "") -> bytes:
     """A server-sent event."""
-    data = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    data = ENCODER.encode(value).encode("utf-8", "replace")
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
 
 

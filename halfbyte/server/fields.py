@@ -44,16 +44,15 @@ class Integer(Field):
 class Number(Field):
     low: float
     high: float
-    above: bool = False  # the lowest itself is too low
 
     def read(self, value: Any, path: str) -> float:
         number = type(value) in (int, float) and math.isfinite(value)
-        if not number or not self.low <= value <= self.high or (self.above and value == self.low):
-            raise wrong(path, f"a number {'above' if self.above else 'from'} {self.low:g} to {self.high:g}")
+        if not number or not self.low <= value <= self.high:
+            raise wrong(path, f"a number from {self.low:g} to {self.high:g}")
         return float(value)
 
     def describe(self) -> Description:
-        return {"type": "number", "exclusiveMinimum" if self.above else "minimum": self.low, "maximum": self.high}
+        return {"type": "number", "minimum": self.low, "maximum": self.high}
 
 
 @dataclass(frozen=True)

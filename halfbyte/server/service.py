@@ -55,7 +55,10 @@ class Service:
     async def jobs(self, wish: Wish, owner: bytes) -> list[Job]:
         """The jobs of a wish, or a refusal: texts rendered and tokenised, schemas compiled."""
         constraint = await self._compiled(wish)
-        prepared = await asyncio.to_thread(self.conversation if wish.messages else self.texts, wish)
+        if wish.prompts and not any(isinstance(prompt, str) for prompt in wish.prompts):
+            prepared = self.texts(wish)  # ids: no work that is worth a thread
+        else:
+            prepared = await asyncio.to_thread(self.conversation if wish.messages else self.texts, wish)
         made = []
         for prompt, stable, opening in prepared:
             if len(prompt) >= self.cache.capacity:
@@ -123,8 +126,8 @@ class Service:
         stops = Stops(wish.stop, self.settings.max_stop, self.settings.max_stop_bytes)
         job = Job(
             Request(prompt, room, params, self.tokenizer.eos_ids, wants_logits=told), owner,
-            self.tokenizer.decoder(stops), reply, form.copy() if form else None, wish.logprobs, stable,
-            prompt=prompt, early=early,
+            self.tokenizer.decoder(stops), reply, form.copy() if form else None, wish.logprobs,
+            single=wish.single, stable=stable, prompt=prompt, early=early,
         )  # fmt: skip
         if job.constraint is not None:
             job.constraint.active = reply is None or reply.state != "reasoning"

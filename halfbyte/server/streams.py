@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -26,8 +25,8 @@ class Ticket:
 
     def __init__(self, jobs: list[Job]) -> None:
         self.jobs = jobs
-        self.arrived: deque[tuple[int, Piece]] = deque()
-        self.news = asyncio.Event()
+        self.arrived: list[tuple[int, Piece]] = []
+        self.waiter: asyncio.Future[None] | None = None
         self.open = set(range(len(jobs)))
         self.size = 0  # characters that wait to be sent
 
@@ -37,19 +36,28 @@ class Ticket:
             self.open.discard(index)
         self.size += sum(len(event.text) for event in piece.events) + 100
         self.arrived.append((index, piece))
-        self.news.set()
+        self.wake()
 
-    async def next(self, seconds: float | None = None) -> tuple[int, Piece] | None:
-        """The next piece; None when all have ended. TimeoutError after `seconds` of silence."""
-        while not self.arrived:
-            if not self.open:
-                return None
-            self.news.clear()
-            async with asyncio.timeout(seconds):
-                await self.news.wait()
-        index, piece = self.arrived.popleft()
-        self.size -= sum(len(event.text) for event in piece.events) + 100
-        return index, piece
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def next(self, seconds: float | None = None) -> list[tuple[int, Piece]]:
+        """All pieces that have come since; none after `seconds` of silence, or when all replies have ended.
+
+        A loop that is late finds several: what they share, a wake-up and a write, is then paid once.
+        """
+        if not self.arrived and self.open:
+            loop = asyncio.get_running_loop()
+            self.waiter = loop.create_future()
+            timer = None if seconds is None else loop.call_later(seconds, self.wake)
+            try:
+                await self.waiter
+            finally:
+                if timer is not None:
+                    timer.cancel()
+        arrived, self.arrived, self.size = self.arrived, [], 0
+        return arrived
 
 
 class Desk:
@@ -95,7 +103,7 @@ class Desk:
                 self.scheduler.cancel(job, reason)
         if ticket.open:
             ticket.open.clear()
-            ticket.news.set()
+            ticket.wake()
 
     def fail_all(self, message: str) -> None:
         """Tell every client that waits; the engine will not."""
@@ -110,23 +118,28 @@ class Desk:
 
 async def whole(desk: Desk, ticket: Ticket, answer: Answer, receive: Receive) -> dict[str, Any]:
     """The answer in one, unless its client goes first."""
+    collecting = asyncio.ensure_future(collected(ticket))
     gone = asyncio.ensure_future(disconnected(receive))
-    replies: list[list[Piece]] = [[] for _ in ticket.jobs]
     try:
-        while True:
-            coming = asyncio.ensure_future(ticket.next())
-            await asyncio.wait({gone, coming}, return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done():
-                coming.cancel()
-                raise Refused(499, "The client has gone.")
-            if (arrived := coming.result()) is None:
-                return answer.whole(replies)
-            if arrived[1].error is not None:
-                raise failure(arrived[1])
-            replies[arrived[0]].append(arrived[1])
+        await asyncio.wait({collecting, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not collecting.done():
+            raise Refused(499, "The client has gone.")
+        return answer.whole(collecting.result())
     finally:
-        gone.cancel()
+        for task in (collecting, gone):
+            task.cancel()
         desk.drop(ticket, "disconnect")
+
+
+async def collected(ticket: Ticket) -> list[list[Piece]]:
+    """All pieces of each reply."""
+    replies: list[list[Piece]] = [[] for _ in ticket.jobs]
+    while arrived := await ticket.next():
+        for index, piece in arrived:
+            if piece.error is not None:
+                raise failure(piece)
+            replies[index].append(piece)
+    return replies
 
 
 async def disconnected(receive: Receive) -> None:
@@ -160,33 +173,29 @@ class EventStream:
             await asyncio.gather(writing, gone, return_exceptions=True)
 
     async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-        async for data in self._events():
-            if isinstance(data, Refused):
-                if not started:
-                    await data.response(scope["path"])(scope, receive, send)
-                    return
-                data = self.answer.failed(data)
-            if not started:
+        started = last = False
+        while not last:
+            data, refused = self._data(await self.ticket.next(self.ping_seconds))
+            last = refused is not None or not self.ticket.open
+            if refused is not None and not started and not data:
+                await refused.response(scope["path"])(scope, receive, send)
+                return
+            if last:
+                data += self.answer.end() if refused is None else self.answer.failed(refused)
+            if data and not started:
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
                 started = True
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": not last})
 
-    async def _events(self) -> AsyncIterator[bytes | Refused]:
-        while True:
-            try:
-                arrived = await self.ticket.next(self.ping_seconds)
-            except TimeoutError:
-                job = self.ticket.jobs[0]
-                yield f": keep-alive {job.request.computed}/{len(job.request.prompt)}\n\n".encode()
-                continue
-            if arrived is None:
-                yield self.answer.end()
-                return
-            index, piece = arrived
+    def _data(self, arrived: list[tuple[int, Piece]]) -> tuple[bytes, Refused | None]:
+        """What is sent for these pieces, as far as the first that has failed; or a comment, where nothing came."""
+        if not arrived and self.ticket.open:
+            request = self.ticket.jobs[0].request
+            return f": keep-alive {request.computed}/{len(request.prompt)}\n\n".encode(), None
+        said: list[bytes] = []
+        for index, piece in arrived:
             if piece.error is not None:
-                yield failure(piece)
-                return
-            if data := self.answer.events(index, piece):
-                yield data
+                return b"".join(said), failure(piece)
+            said.append(self.answer.events(index, piece))
+        return b"".join(said), None

@@ -33,6 +33,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 TEMPLATE_ARGS = ("enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "clear_thinking")
 EFFORTS = Choice(("none", "minimal", "low", "medium", "high", "xhigh"))
 MOST = (1 << 31) - 1
+LEAST = 2.0**-126  # above 0 as the sampler sees it, which counts in float32: 5e-324 would be 0 there
 NAME_BYTES = 64
 PLAIN_BYTES = 64  # of a value for a template
 TEXT_ONLY = "a part of text: this model reads nothing else: such a part"
@@ -137,8 +138,8 @@ def common(model: Model, settings: Settings) -> dict[str, Field]:
     """What every route that makes a reply takes."""
     return {
         "model": Text(1024), "stream": Flag(), "temperature": Number(0, limits.TEMPERATURE),
-        "top_p": Number(0, 1, above=True), "top_k": Integer(-1, MOST), "min_p": Number(0, 1),
-        "repetition_penalty": Number(0, limits.REPETITION, above=True), "seed": Integer(-1 << 63, (1 << 63) - 1),
+        "top_p": Number(LEAST, 1), "top_k": Integer(-1, MOST), "min_p": Number(0, 1),
+        "repetition_penalty": Number(LEAST, limits.REPETITION), "seed": Integer(-1 << 63, (1 << 63) - 1),
         "presence_penalty": Number(-limits.PENALTY, limits.PENALTY),
         "frequency_penalty": Number(-limits.PENALTY, limits.PENALTY),
         "logit_bias": Biases(model.vocabulary, settings.max_logit_bias),
@@ -163,7 +164,7 @@ def openai(model: Model, settings: Settings) -> dict[str, Field]:
         **common(model, settings), "n": Integer(1, settings.max_n), "max_tokens": Integer(1, MOST),
         "max_completion_tokens": Integer(1, MOST), "stream_options": Table({"include_usage": Flag()}),
         "stop": Either({str: several.of, list: several}, "a string or a list of strings"),
-        "repeat_penalty": Number(0, limits.REPETITION, above=True), "grammar": Text(schema_bytes),
+        "repeat_penalty": Number(LEAST, limits.REPETITION), "grammar": Text(schema_bytes),
         "response_format": Tagged(forms, "the type " + " or ".join(map(repr, forms))),
     }  # fmt: skip
 

@@ -92,12 +92,13 @@ class Library:
         self.loaded = ctypes.CDLL(str(built(translate(source), KERNEL_FLAGS, headers)))
 
     def __getattr__(self, name: str) -> Kernel:
-        return Kernel(name, ctypes.cast(self.loaded[f"entry_{name}"], ctypes.c_void_p))
+        threads = ctypes.c_uint.in_dll(self.loaded, f"threads_{name}").value
+        return Kernel(name, ctypes.cast(self.loaded[f"entry_{name}"], ctypes.c_void_p), threads)
 
 
 class Kernel:
-    def __init__(self, name: str, entry: ctypes.c_void_p) -> None:
-        self.name, self.entry = name, entry
+    def __init__(self, name: str, entry: ctypes.c_void_p, threads: int) -> None:
+        self.name, self.entry, self.threads = name, entry, threads  # threads: of a group, at most
 
     def __call__(self, *arguments: Any, threads: Any, group_size: Any, arg_casts: dict[int, str] | None = None) -> None:
         grid, group = triple(threads), triple(group_size)
@@ -105,7 +106,8 @@ class Kernel:
             _recorded.append(Launch(self.name, arguments, grid, group))
         self.require(len(arguments) <= MOST_ARGUMENTS, f"{len(arguments)} arguments")
         size = group[0] * group[1] * group[2]
-        self.require(size % SIMD == 0 and 0 < size <= MOST_THREADS, f"{size} threads in a group")
+        most = min(self.threads, MOST_THREADS)
+        self.require(size % SIMD == 0 and 0 < size <= most, f"{size} threads in a group")
         whole = all(t > 0 and t % g == 0 for t, g in zip(grid, group, strict=True))
         self.require(whole, f"{grid} threads in groups of {group}")
         # Tensors of lists follow the arguments: the kernel finds them by their addresses.
@@ -201,5 +203,6 @@ def install() -> str:
     """Have the launchers use this, unless the machine has an Apple GPU of its own; the device to test on."""
     if torch.backends.mps.is_available():
         return "mps"
-    shaders.compile_shader = compile_shader
+    if shaders.compile_shader is torch.mps.compile_shader:  # what else a test has put there stays
+        shaders.compile_shader = compile_shader
     return "cpu"

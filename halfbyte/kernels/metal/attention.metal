@@ -9,7 +9,7 @@ enum { K_SLOT, K_ROW, K_HEAD, K2_SLOT, K2_ROW, V_SLOT, V_ROW, V_HEAD };  // what
 // every 32nd column: PER of a query, PER2 of its second part, PERV of the result.
 template <
     typename T, typename P, typename K, typename K2, typename V, typename I, typename J, int PER, int PER2, int PERV>
-kernel void attend(
+[[kernel, max_total_threads_per_threadgroup(256)]] void attend(
     device const T *q, device const P *q2, device const K *k, device const K2 *k2, device const V *v,
     device const I *slots, device const J *lengths, device T *o, device float *lse, constant int &L, constant int &H,
     constant int &G, constant int &D, constant int &D2, constant int &Dv, constant int &S, constant long *strides,
@@ -79,7 +79,7 @@ kernel void attend(
 // query head m of the group, token by token. Four threads share its scores. Keys that a query does not see weigh
 // nothing, exactly, so its bits do not depend on its neighbours.
 template <typename T, typename P, typename K, typename K2, typename V, typename I, typename J, int BLOCKS>
-kernel void attend_tiles(
+[[kernel, max_total_threads_per_threadgroup(128)]] void attend_tiles(
     device const T *q, device const P *q2, device const K *k, device const K2 *k2, device const V *v,
     device const I *slots, device const J *lengths, device T *o, device float *lse, constant int &L, constant int &H,
     constant int &G, constant int &D, constant int &D2, constant int &Dv, constant int &S, constant long *strides,
@@ -188,7 +188,8 @@ kernel void attend_tiles(
 }
 
 // o = (w1 o1 + w2 o2) / (w1 + w2), w = exp(lse - the larger lse): a thread a number, its row's first writes the lse.
-template <typename T, typename U> kernel void merge_states(
+template <typename T, typename U>
+[[kernel, max_total_threads_per_threadgroup(1024)]] void merge_states(
     device const T *o1, device const float *lse1, device const U *o2, device const float *lse2, device T *o,
     device float *lse, constant int &D, uint3 group [[threadgroup_position_in_grid]],
     uint index [[thread_index_in_threadgroup]], uint3 threads [[threads_per_threadgroup]]) {

@@ -3,7 +3,8 @@
 enum { HAS_SLOTS = 1, HAS_LENGTHS = 2, IS_RING = 4 };
 enum { SLOT, ROW, HEAD, COLUMN };  // what `strides` holds of the cache, in elements
 
-template <typename C, typename T, typename I, typename J> kernel void append(
+template <typename C, typename T, typename I, typename J>
+[[kernel, max_total_threads_per_threadgroup(256)]] void append(
     device C *cache, device const T *fresh, device const I *slots, device const J *lengths, constant int &L,
     constant int &S, constant int &H, constant int &D, constant long *strides, constant int &flags,
     uint3 place [[thread_position_in_grid]]) {

@@ -23,7 +23,7 @@ template <int MODE, int BITS, int GROUP, int APART, typename S> inline void eigh
 
 // y[c] = w[ids[c]] x[c / share] for every choice c.
 template <typename T, typename Y, typename I, typename S, int MODE, int BITS, int GROUP, int APART>
-kernel void chosen_matvec(
+[[kernel, max_total_threads_per_threadgroup(256)]] void chosen_matvec(
     device const T *x, device const I *ids, device const uint *words, device const S *scales, device const S *biases,
     device const float *factors, constant Address *words_of, constant Address *scales_of, constant Address *biases_of,
     device Y *y, constant int &N, constant int &K, constant int &share, constant long *strides,
@@ -57,7 +57,7 @@ kernel void chosen_matvec(
 // The same for a tile of up to 32 choices of one expert. `sorted` lists the choices by expert, expert e's from
 // starts[e]; its tiles begin at number tiles[e].
 template <typename T, typename Y, typename I, typename S, int MODE, int BITS, int GROUP, int APART>
-kernel void chosen_gemm(
+[[kernel, max_total_threads_per_threadgroup(128)]] void chosen_gemm(
     device const T *x, device const I *sorted, device const uint *words, device const S *scales, device const S *biases,
     device const float *factors, constant Address *words_of, constant Address *scales_of, constant Address *biases_of,
     device Y *y, constant int &N, constant int &K, constant int &share, constant long *strides,
@@ -67,7 +67,7 @@ kernel void chosen_gemm(
   threadgroup float left[BLOCK * PITCH];
   threadgroup float right[BLOCK * PITCH];
   int expert = 0;
-  for (int step = 4096; step > 0; step /= 2)
+  for (int step = 1 << 24; step > 0; step /= 2)
     if (expert + step < E && tiles[expert + step] <= long(group.y)) expert += step;
   long from = starts[expert] + (group.y - tiles[expert]) * BLOCK;
   int count = int(min(starts[expert + 1] - from, long(BLOCK)));

@@ -5,7 +5,8 @@ enum { SIMDS = 8, ROWS = 4, TILE = 1024 };  // of `matvec`: simd groups, rows of
 
 // y[r, h, n] = sum_k x[r, h, k] w[h, n, k] for M rows of x. They pass through threadgroup memory a tile at a time, so K
 // may be any length.
-template <typename T, typename S, int MODE, int BITS, int GROUP, int M> kernel void matvec(
+template <typename T, typename S, int MODE, int BITS, int GROUP, int M>
+[[kernel, max_total_threads_per_threadgroup(256)]] void matvec(
     device const T *x, device const uint *words, device const S *scales, device const S *biases,
     device const float *factors, device T *y, constant int &N, constant int &K, constant int &rows, constant int &heads,
     constant long *strides, constant int &factor_step, uint3 group [[threadgroup_position_in_grid]],
@@ -45,7 +46,8 @@ template <typename T, typename S, int MODE, int BITS, int GROUP, int M> kernel v
 
 // The same for many rows, or, where OVER_ROWS, y[r, h, k] = sum_n x[r, h, n] w[h, n, k]: a threadgroup makes a tile of
 // 32 x 32, each of its four simd groups a quarter of it.
-template <typename T, typename S, int MODE, int BITS, int GROUP, int OVER_ROWS> kernel void gemm(
+template <typename T, typename S, int MODE, int BITS, int GROUP, int OVER_ROWS>
+[[kernel, max_total_threads_per_threadgroup(128)]] void gemm(
     device const T *x, device const uint *words, device const S *scales, device const S *biases,
     device const float *factors, device T *y, constant int &N, constant int &K, constant int &rows, constant int &heads,
     constant long *strides, constant int &factor_step, uint3 group [[threadgroup_position_in_grid]],
@@ -80,7 +82,8 @@ template <typename T, typename S, int MODE, int BITS, int GROUP, int OVER_ROWS> 
 }
 
 // Rows of w, as ids name them or all in turn, formed in T step by step: mlx's bits. A thread writes eight weights.
-template <typename T, typename S, typename I, int MODE, int BITS, int GROUP> kernel void read_rows(
+template <typename T, typename S, typename I, int MODE, int BITS, int GROUP>
+[[kernel, max_total_threads_per_threadgroup(256)]] void read_rows(
     device const I *ids, device const uint *words, device const S *scales, device const S *biases,
     device const float *factors, device T *y, constant int &count, constant int &N, constant int &K,
     constant long *strides, constant int &factor_step, constant int &chosen, uint place [[thread_position_in_grid]]) {
@@ -172,7 +175,8 @@ template <typename S> inline S stored_scale(float scale, uint) { return narrow<S
 template <> inline uchar stored_scale<uchar>(float, uint code) { return uchar(code); }
 
 // A simd group a group of weights: lanes share the reading, then each packs whole words.
-template <typename T, typename S, int MODE, int BITS, int GROUP> kernel void quantize(
+template <typename T, typename S, int MODE, int BITS, int GROUP>
+[[kernel, max_total_threads_per_threadgroup(256)]] void quantize(
     device const T *w, device const float *global_scales, device uint *words, device S *scales, device S *biases,
     constant int &groups, constant int &groups_each, constant int &has_global,
     uint place [[threadgroup_position_in_grid]], uint simd [[simdgroup_index_in_threadgroup]],

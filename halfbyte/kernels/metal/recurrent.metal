@@ -4,7 +4,8 @@
 enum { HAS_SLOTS = 1, HAS_SILU = 2, IN_PLACE = 4 };
 
 // y[t] = act(sum_j weight[j] seen[t + j]): a thread carries its channel's last W - 1 inputs, so y may be x.
-template <typename T, typename W, typename C, typename I, int TAPS> kernel void causal_conv(
+template <typename T, typename W, typename C, typename I, int TAPS>
+[[kernel, max_total_threads_per_threadgroup(256)]] void causal_conv(
     device const T *x, device const W *weight, device C *state, device const I *slots, device T *y, constant int &L,
     constant int &channels, constant long *strides, constant int &flags, uint3 place [[thread_position_in_grid]]) {
   int channel = place.x;
@@ -32,7 +33,8 @@ inline float log_of_one_plus(float u) {
   return sum == 1.0f ? u : precise::log(sum) * (u / (sum - 1.0f));
 }
 
-template <typename A, typename B, typename W, typename V> kernel void delta_gates(
+template <typename A, typename B, typename W, typename V>
+[[kernel, max_total_threads_per_threadgroup(256)]] void delta_gates(
     device const A *a, device const B *b, device const W *a_log, device const V *dt_bias, device float *g,
     device float *beta, constant int &count, constant int &heads, uint place [[thread_position_in_grid]]) {
   if (place >= uint(count)) return;
@@ -47,7 +49,8 @@ enum { DELTA_ROWS = 4 };  // of a state, for each simd group
 
 // S = g S;  S = S + beta (v - S k) k^T;  o = S q, token by token. A lane holds PER columns of its simd group's rows;
 // the columns beyond Dk are zeros.
-template <typename Q, typename V, typename I, int PER> kernel void delta_steps(
+template <typename Q, typename V, typename I, int PER>
+[[kernel, max_total_threads_per_threadgroup(128)]] void delta_steps(
     device const Q *q, device const Q *k, device const V *v, device const float *g, device const float *beta,
     device const float *before, device const I *slots, device float *after, device V *o, constant int &L,
     constant int &Hk, constant int &Hv, constant int &Dk, constant int &Dv, constant long *strides, constant int &flags,
@@ -103,7 +106,8 @@ inline float product_of(threadgroup const float *g, int from, int to) {
 // The same 32 tokens at a time, as products of tiles (ops/recurrent.py derives them): with decay[t, i] = g[i + 1] ...
 // g[t], the deltas U of a chunk solve (I + A) U = B. A threadgroup keeps 32 rows of S, BLOCKS tiles of them; tokens
 // past the end change nothing, having keys and rates of 0 and a decay of 1.
-template <typename Q, typename V, typename I, int BLOCKS> kernel void delta_chunks(
+template <typename Q, typename V, typename I, int BLOCKS>
+[[kernel, max_total_threads_per_threadgroup(128)]] void delta_chunks(
     device const Q *q, device const Q *k, device const V *v, device const float *g, device const float *beta,
     device const float *before, device const I *slots, device float *after, device V *o, constant int &L,
     constant int &Hk, constant int &Hv, constant int &Dk, constant int &Dv, constant long *strides, constant int &flags,

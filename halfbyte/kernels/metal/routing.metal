@@ -81,7 +81,8 @@ template <typename T> inline void fill_slots(
   }
 }
 
-template <typename T> kernel void route(
+template <typename T>
+[[kernel, max_total_threads_per_threadgroup(32)]] void route(
     device const T *logits, device const float *bias, device const float *expert_scales, device int *ids,
     device float *weights, constant int &E, constant int &k, constant int &groups, constant int &keep,
     constant float &scaling, constant int &flags, uint token [[threadgroup_position_in_grid]],
@@ -125,7 +126,8 @@ template <typename T> kernel void route(
 
 enum { HAS_RESIDUAL = 1, HAS_SHARED = 2, HAS_GATE = 4 };
 
-template <typename T, typename R, typename S> kernel void combine(
+template <typename T, typename R, typename S>
+[[kernel, max_total_threads_per_threadgroup(256)]] void combine(
     device const T *y, device const float *weights, device const R *residual, device const S *shared,
     device const float *gates, device T *result, constant int &A, constant int &D, constant int &flags,
     uint3 place [[thread_position_in_grid]]) {
@@ -143,7 +145,8 @@ template <typename T, typename R, typename S> kernel void combine(
 }
 
 // The rows of a list of tokens are added in the list's order, without atomics: whoever owns a token looks for it.
-template <typename T, typename R, typename I> kernel void combine_bucket(
+template <typename T, typename R, typename I>
+[[kernel, max_total_threads_per_threadgroup(256)]] void combine_bucket(
     device const T *y, device const float *weights, device const R *residual, device const I *tokens, device T *result,
     constant int &M, constant int &D, uint3 place [[thread_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]]) {

@@ -133,7 +133,8 @@ template <typename T, typename V, typename W, int N>
   }
 }
 
-template <typename G, typename T, int ACTIVATION, int N> kernel void glu(
+template <typename G, typename T, int ACTIVATION, int N>
+[[kernel, max_total_threads_per_threadgroup(256)]] void glu(
     device const G *gate, device const T *up, device T *y, constant int &count,
     uint place [[thread_position_in_grid]]) {
   ulong i = ulong(place) * N;
@@ -143,7 +144,8 @@ template <typename G, typename T, int ACTIVATION, int N> kernel void glu(
   store<N>(y, i, u);
 }
 
-template <typename T, int N> kernel void softcap(
+template <typename T, int N>
+[[kernel, max_total_threads_per_threadgroup(256)]] void softcap(
     device const T *x, device T *y, constant int &count, constant float &cap, uint place [[thread_position_in_grid]]) {
   ulong i = ulong(place) * N;
   if (i >= ulong(count)) return;
@@ -172,7 +174,8 @@ inline ulong turns_of(float frequency) {
 
 enum { PAIRS = 512, ROPE_HEADS = 8 };  // of a table of angles; of a threadgroup
 
-template <typename T, typename P> kernel void rope(
+template <typename T, typename P>
+[[kernel, max_total_threads_per_threadgroup(256)]] void rope(
     device const T *x, device const P *positions, device const float *frequency, device const float *remainder,
     device T *y, constant int &count, constant int &H, constant int &D, constant int &rotary, constant int &interleaved,
     constant float &scale, constant int &split, uint3 group [[threadgroup_position_in_grid]],

@@ -20,7 +20,8 @@ MSL = {
 }
 SIMD = 32  # lanes of a simd group
 MOST_THREADS = 1024  # of a threadgroup
-INT32 = 1 << 31
+INT32, UINT32 = 1 << 31, 1 << 32
+MOST_BUFFERS = 512  # of a list: their addresses go as bytes, of which Metal takes 4096
 
 # What a family's source begins with, after elements.
 PREAMBLES = {
@@ -61,7 +62,11 @@ def launch(kernel: Any, *arguments: Any, groups: Groups, size: Groups) -> None:
             if not -INT32 <= argument < INT32:
                 raise ValueError(f"metal: a size must be below 2^31; got {argument}. Split the call")
             casts[index] = "int32"
+        elif isinstance(argument, list) and len(argument) > MOST_BUFFERS:
+            raise ValueError(f"metal: at most {MOST_BUFFERS} buffers in a list; got {len(argument)}. Stack them")
     threads = tuple(n * s for n, s in zip(counts, sizes, strict=True))
+    if max(threads) > UINT32:
+        raise ValueError(f"metal: a grid has at most 2^32 threads an axis; got {threads}. Split the call")
     kernel(*arguments, threads=threads, group_size=sizes, arg_casts=casts)
 
 

@@ -27,7 +27,24 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .lanes import F32, FVEC, I8, I16, I32, I64, IVEC, WIDTH, call, constant, folded, fused, read, splatted, widened
+from .lanes import (
+    F32,
+    FVEC,
+    I8,
+    I16,
+    I32,
+    I64,
+    IVEC,
+    WIDTH,
+    call,
+    constant,
+    folded,
+    from_halves,
+    fused,
+    read,
+    splatted,
+    widened,
+)
 
 FORMATS = ("dense", "affine1", "affine2", "affine3", "affine4", "affine5", "affine6", "affine8", "fp4", "fp8")
 GROUPS = (16, 32, 64, 128)
@@ -137,7 +154,7 @@ class Layout:
                 builder.icmp_unsigned("==", low, constant(kind, exponent)), constant(kind, 0x7E00), low
             )
         half = builder.bitcast(builder.or_(sign, low), ir.VectorType(HALF, WIDTH))
-        return builder.fpext(half, FVEC)
+        return from_halves(builder, half)
 
     def codes(self, builder, values):
         """The plain codes q that affine `lane_values` stand for, exactly."""
@@ -203,7 +220,7 @@ class Layout:
         low = builder.and_(builder.shl(code, constant(shorts, 7)), constant(shorts, 0x3F80))
         low = builder.select(builder.icmp_unsigned("==", low, constant(shorts, 0x3F80)), constant(shorts, 0x7E00), low)
         half = builder.bitcast(builder.or_(sign, low), ir.VectorType(HALF, count))
-        return builder.fmul(builder.fpext(half, floats), constant(floats, 256.0))
+        return builder.fmul(from_halves(builder, half), constant(floats, 256.0))
 
 
 def shifted(builder, v, left):

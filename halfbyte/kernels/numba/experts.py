@@ -1,15 +1,17 @@
 """Experts on a CPU: the pairs (token, choice) sorted by expert, then one run of products.py over all of them.
 
-One token and many take the same way: an expert's weights stream by once, for all the rows that chose it.
+One token and many take the same way: an expert's weights stream by once, for all the rows that chose it. For a few
+tokens the whole MLP is one call: gates and ups in one parallel region, activations between, downs in another.
 """
 
 from functools import lru_cache
 
 import numpy as np
 
-from .products import Activations, format_of, multiply
+from .compiled import alone
+from .products import EXACT, SMALL, Activations, format_of, multiply, prepare_row, products_kernel
 from .quant import NV_RANGE, matrices
-from .rowwise import ACTIVATION, glu_kernel
+from .rowwise import ACTIVATION, glu_kernel, glu_span
 from .views import destination, finish, floats
 
 
@@ -62,12 +64,67 @@ def expert_qmm(x, ids, w, *, out=None):
     return finish(y, x.dtype, out)
 
 
+@alone
+def few_tokens_kernel(
+    form, grouping, lane_values, powers, centre, group, hidden, inner, wide, narrow, gate, up, down, experts, first,
+    x_rows, pairs, activation, x, y,
+):  # fmt: skip
+    """gate, up, down: addresses [3, E]; wide, narrow: floats of a prepared row of `hidden` and of `inner`.
+
+    Returns how many rows, before or after the activation, have sums that are not finite.
+    """
+    J, P, odd = experts.size, pairs.size, 0
+    both, downs = np.empty((3, 2 * J), np.int64), np.empty((3, J), np.int64)
+    for j in range(J):
+        for part in range(3):
+            both[part, j], both[part, J + j] = gate[part, experts[j]], up[part, experts[j]]
+            downs[part, j] = down[part, experts[j]]
+    firsts, rows, places = np.empty(2 * J + 1, np.int64), np.empty(2 * P, np.int64), np.empty(2 * P, np.int64)
+    for j in range(J + 1):
+        firsts[j], firsts[J + j] = first[j], P + first[j]
+    for i in range(P):
+        rows[i], rows[P + i], places[i], places[P + i] = x_rows[i], x_rows[i], pairs[i], P + pairs[i]
+    T, G = x.size // hidden, hidden // group
+    prepared, sums = np.empty(T * wide, np.float32), np.empty(T * G, np.float32)
+    for t in range(T):
+        odd += prepare_row(x, t * hidden, hidden, lane_values, powers, centre, group, prepared, t * wide, sums, t * G)
+    h = np.empty(2 * P * inner, np.float32)
+    products_kernel(
+        form, grouping, hidden, inner, both[0], both[1], both[2], firsts, rows, places, prepared, wide, sums, G, h
+    )
+    glu_span(h.ctypes.data, h[P * inner :].ctypes.data, activation, h.ctypes.data, np.intp(0), P * inner)
+    G, prepared, sums = inner // group, np.empty(P * narrow, np.float32), np.empty(P * (inner // group), np.float32)
+    for i in range(P):
+        odd += prepare_row(h, i * inner, inner, lane_values, powers, centre, group, prepared, i * narrow, sums, i * G)
+    products_kernel(
+        form, grouping, inner, hidden, downs[0], downs[1], downs[2], first, pairs, pairs, prepared, narrow, sums, G, y
+    )
+    return odd
+
+
+def mlp_of_few(x, choices, experts, activation, y):
+    """The MLP in one call, into y; returns whether that was done: for a few tokens, of experts in one affine format."""
+    parts = experts.gate, experts.up, experts.down
+    form, inner, hidden = format_of(parts[0]), parts[2].shape[2], parts[2].shape[1]
+    alike = form.affine and all(format_of(w) is form for w in parts[1:])
+    if not alike or choices.pairs.size * hidden >= SMALL or inner * hidden <= EXACT:
+        return False
+    found = [expert_addresses(w) for w in parts]
+    return not few_tokens_kernel(
+        form.form, form.grouping, form.lane_values, form.powers, form.centre, form.group, hidden, inner,
+        form.row_stride(hidden), form.row_stride(inner), *(addresses for addresses, _ in found), choices.experts,
+        choices.first, choices.x_rows, choices.pairs, ACTIVATION[activation], x, y,
+    )  # fmt: skip
+
+
 def expert_mlp(x, ids, experts, activation="silu", *, out=None):
     inner, hidden = experts.down.shape[2], experts.down.shape[1]
     y = destination((*ids.shape, hidden), out)
     if not y.numel():
         return finish(y, x.dtype, out)
     choices, source, ready = Choices(ids, x.ndim == 2), floats(x), {}
+    if mlp_of_few(source, choices, experts, activation, y.numpy().reshape(-1)):
+        return finish(y, x.dtype, out)
     gate, up = np.empty((2, ids.numel(), inner), np.float32)
     for w, result in ((experts.gate, gate), (experts.up, up)):
         form = format_of(w)

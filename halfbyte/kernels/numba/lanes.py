@@ -10,10 +10,12 @@ checked. `load_n(a, i, n)` touches only the first n elements and gives zeros aft
 """
 
 import operator
+import platform
+from functools import cache
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
@@ -94,9 +96,31 @@ def widened(builder, narrow):
         wide = builder.zext(narrow, ir.VectorType(I32, narrow.type.count))
         shifted = builder.shl(wide, constant(wide.type, 16))
         return builder.bitcast(shifted, ir.VectorType(F32, narrow.type.count))
-    if narrow.type.element == F32:
-        return narrow
-    return builder.fpext(narrow, ir.VectorType(F32, narrow.type.count))
+    return narrow if narrow.type.element == F32 else from_halves(builder, narrow)
+
+
+@cache
+def converts_halves():
+    """Whether the CPU that is compiled for widens float16. For others LLVM calls a function that no process has."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    if config.CPU_NAME is not None:
+        return "+f16c" in (config.CPU_FEATURES or "")
+    return bool(binding.get_host_cpu_features().get("f16c"))
+
+
+def from_halves(builder, halves):
+    """float32 lanes of half lanes; without F16C by moving their bits, as numbers 2^112 too small."""
+    floats, ints = (ir.VectorType(kind, halves.type.count) for kind in (F32, I32))
+    if converts_halves():
+        return builder.fpext(halves, floats)
+    bits = builder.zext(builder.bitcast(halves, ir.VectorType(I16, halves.type.count)), ints)
+    size = builder.shl(builder.and_(bits, constant(ints, 0x7FFF)), constant(ints, 13))
+    finite = builder.bitcast(builder.fmul(builder.bitcast(size, floats), constant(floats, 2.0**112)), ints)
+    endless = builder.icmp_unsigned(">=", size, constant(ints, 0x0F800000))  # infinities and NaN
+    size = builder.select(endless, builder.or_(size, constant(ints, 0x7F800000)), finite)
+    sign = builder.shl(builder.and_(bits, constant(ints, 0x8000)), constant(ints, 16))
+    return builder.bitcast(builder.or_(size, sign), floats)
 
 
 def stored_as(array_type):

@@ -1,0 +1,98 @@
+"""Experts repacked: a second copy beside the shards, where each expert lies in one place and begins at a page.
+
+`experts-NN.bin` has the experts of one layer, `experts.json` says of which checkpoint. What is where follows from the
+checkpoint: an expert is its parts in the order of its projections, and the next one begins at the next page.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from .. import files, limits, strict_json
+from ..errors import CheckpointError, StorageError
+from .ledger import Contents, Mixture
+from .reading import PAGE
+from .shards import State, Stored
+from .spans import Piece, Span
+
+MANIFEST = "experts.json"
+VERSION = 1
+AGAIN = "Make it again, `halfbyte convert MODEL --repack`, or remove experts.json."
+
+
+def own_parts(mixture: Mixture) -> list[tuple[int, str, Span]]:
+    """(projection, part, span) of what every expert has its own of; one number for a whole stack is not among it."""
+    E = mixture.form.gate.shape[0]
+    parts = [(at, name, span) for at, spans in enumerate(mixture.parts) for name, span in spans.items()]
+    return [(at, name, span) for at, name, span in parts if span.shape[:1] == (E,)]
+
+
+def stride(mixture: Mixture) -> int:
+    """From one expert of a file to the next."""
+    used = sum(span.size // span.shape[0] for _, _, span in own_parts(mixture))
+    return -(-used // PAGE) * PAGE
+
+
+def file_size(mixture: Mixture) -> int:
+    return int(mixture.form.gate.shape[0]) * stride(mixture)
+
+
+def path_of(folder: Path, layer: int) -> Path:
+    return folder / f"experts-{layer:02d}.bin"
+
+
+def moved(mixture: Mixture, path: Path) -> Mixture:
+    """The same experts, where a sidecar has them."""
+    step, at = stride(mixture), 0
+    parts = [dict(spans) for spans in mixture.parts]
+    for projection, name, span in own_parts(mixture):
+        each = span.size // span.shape[0]
+        stored = Stored(span.name, path, span.kind, span.shape, 0, file_size(mixture))
+        pieces = tuple(Piece(stored, expert * step + at, each) for expert in range(span.shape[0]))
+        parts[projection][name] = replace(span, pieces=pieces)
+        at += each
+    return Mixture(mixture.form, (parts[0], parts[1], parts[2]))
+
+
+def find(checkpoint: Contents, mixtures: Mapping[str, Mixture]) -> tuple[list[Mixture], dict[Path, State]] | None:
+    """The experts of a sidecar, if the checkpoint has one, and the states of its files. One that is not of this
+    checkpoint is refused: it would answer with other weights.
+    """
+    manifest = checkpoint.folder / MANIFEST
+    if not manifest.exists():
+        return None
+    said = strict_json.parse(files.read_small(manifest, limits.CONFIG_BYTES), str(manifest), remedy=f" {AGAIN}")
+    if said != described(checkpoint):
+        raise CheckpointError(f"{manifest}: it is not of this checkpoint as it is now. {AGAIN}")
+    found, states = [], {}
+    for layer, mixture in enumerate(mixtures.values()):
+        path = path_of(checkpoint.folder, layer)
+        try:
+            states[path] = State.of(os.stat(path))
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}. {AGAIN}") from None
+        if states[path].size != file_size(mixture):
+            raise CheckpointError(f"{path}: it has {states[path].size} bytes, not {file_size(mixture)}. {AGAIN}")
+        found.append(moved(mixture, path))
+        if beginning(mixture) != beginning(found[-1]):
+            raise CheckpointError(f"{path}: its experts are not those of the shards. {AGAIN}")
+    return found, states
+
+
+def beginning(mixture: Mixture) -> bytes:
+    """The first page of the last expert: enough to tell other weights of the same shapes."""
+    stored, start, count = own_parts(mixture)[0][2].entry(mixture.form.gate.shape[0] - 1)
+    try:
+        with stored.path.open("rb") as file:
+            file.seek(start)
+            return file.read(min(count, PAGE))
+    except OSError as error:
+        raise StorageError(f"{stored.path}: {error.strerror or error}") from None
+
+
+def described(checkpoint: Contents) -> dict[str, object]:
+    """What a manifest says: all that the places in the files depend on."""
+    return {"repacked": VERSION, "page": PAGE, "fingerprint": checkpoint.fingerprint}

@@ -1,0 +1,74 @@
+"""Whether a model goes into memory whole, and if not, how much of its experts does: the others stay on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from . import memory
+from .checkpoint.ledger import Ledger
+from .errors import NotEnoughMemory, size
+from .residency import fewest
+
+CPU = torch.device("cpu")
+WORKING = 256 << 20  # bytes for compiled kernels and for what a step computes with
+TEXTS = 8  # of what is free, this part is left for texts: caches of requests
+TEXT = 8192  # tokens, for which there must be room at least
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a model may take, in bytes; None is what the machine has."""
+
+    expert_cache: int | None = None  # of experts in memory
+    ram: int | None = None  # of weights and caches on the host
+    memory_limit: int | None = None  # of all that the process has resident
+    gpu_memory: int | None = None  # of all that it has on the GPU
+    fit: bool = True  # where not all experts have room, leave some on disk
+
+    def restrict(self, device: torch.device) -> None:
+        """From now on, whatever this process takes is within the limits."""
+        own = memory.held(CPU) + WORKING  # before there is a weight
+        limits = [self.memory_limit, None if self.ram is None else self.ram + own]
+        if given := [limit for limit in limits if limit is not None]:
+            memory.restrict(min(given), CPU)
+        if self.gpu_memory is not None and device.type != "cpu":
+            memory.restrict(self.gpu_memory, device)
+
+
+class Placed(NamedTuple):
+    """Where the experts of a model go."""
+
+    cache: int | None  # bytes of them in memory; None: all
+    direct: bool  # whether the system has no room to keep what is read of the others
+
+
+def place(allowed: Allowed, ledger: Ledger, text: int, per_token: int) -> Placed:
+    """On the CPU: all in memory if that has room, else as many as go in beside the rest and `text` bytes of a text."""
+    free = memory.available(CPU) - WORKING
+    sizes = {name: span.size for name, span in ledger.wanted.items()}
+    experts = sum(sizes[name] for name in ledger.stacks)
+    dense = sum(sizes.values()) - experts
+    room = free - dense - max(text, free // TEXTS)
+    if not ledger.mixtures or (allowed.expert_cache is None and experts <= free - dense - text):
+        return Placed(None, False)
+    if allowed.expert_cache is None and not allowed.fit:
+        require(ledger, free, dense + text + experts, "")
+        return Placed(None, False)
+    least = sum(share.nbytes for share in fewest(list(ledger.mixtures.values()), per_token))
+    require(ledger, free, dense + text + least, ", with all but the experts of one token on disk")
+    room = max(room, least)  # rather a shorter text than none
+    cache = min(room, experts if allowed.expert_cache is None else allowed.expert_cache)
+    limited = allowed.ram is not None or allowed.memory_limit is not None
+    return Placed(cache, limited or experts > free - dense - text - cache)
+
+
+def require(ledger: Ledger, free: int, need: int, how: str) -> None:
+    if need > free:
+        raise NotEnoughMemory(
+            f"{ledger.checkpoint.folder}: weights and texts may take {size(max(free, 0))}; they need "
+            f"{size(need)}{how}. Free as much, or give it --ram {need} or "
+            f"--memory-limit {need + memory.held(CPU) + WORKING} at least."
+        )

@@ -1,0 +1,160 @@
+"""Budgets of memory: what goes in, what stays on disk, what is refused; and that a process keeps to them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from streaming import TINY, budget_of, shard, tokens
+
+from halfbyte import cli, fitting, memory
+from halfbyte.accounting import skeleton
+from halfbyte.cache import bytes_of
+from halfbyte.errors import CheckpointError, NotEnoughMemory, UsageError
+from halfbyte.fitting import Allowed, place
+from halfbyte.loading import load_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def unlimited():
+    """Limits are those of a process: each test begins without."""
+    memory.LIMITS.clear()
+    yield
+    memory.LIMITS.clear()
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Says how much is free beside the working memory."""
+    return lambda count: monkeypatch.setattr(memory, "available", lambda device: fitting.WORKING + count)
+
+
+def placed(allowed, model):
+    allowed.restrict(CPU)
+    return place(allowed, skeleton(TINY)[1], needs(model)[2], model.experts_per_token)
+
+
+def needs(model):
+    """(dense weights, experts, room for the texts)"""
+    account = skeleton(TINY)[2]
+    text = bytes_of(model.kept, 1, min(model.context, fitting.TEXT), 1, torch.float32)
+    return account.weights - account.experts, account.experts, text
+
+
+def test_what_fits_is_resident_and_what_does_not_is_cut(resident, free):
+    dense, experts, text = needs(resident)
+    enough = 8 * max(text, (dense + experts) // 7 + 1)
+    free(enough)
+    assert placed(Allowed(), resident) == (None, False)
+    free(dense + experts // 2 + text)
+    cache, direct = placed(Allowed(), resident)
+    assert budget_of(TINY, 4) <= cache < experts // 2 + text and direct
+    with pytest.raises(NotEnoughMemory, match=f"--ram {dense + experts + text} or"):
+        placed(Allowed(fit=False), resident)
+    assert placed(Allowed(expert_cache=budget_of(TINY, 4)), resident).cache == budget_of(TINY, 4)
+
+
+def test_what_is_read_of_files_may_stay_in_memory_that_nobody_needs(resident):
+    """Without a limit the system has room for the tiny model's files; with one, nobody promised it any."""
+    few = budget_of(TINY, 5)
+    assert placed(Allowed(expert_cache=few), resident) == (few, False)
+    assert placed(Allowed(expert_cache=few, memory_limit=memory.held(CPU) + (1 << 30)), resident) == (few, True)
+
+
+def test_too_little_names_the_least(resident, free, capsys):
+    dense, _, text = needs(resident)
+    least = dense + text + budget_of(TINY, 4)
+    free(least - 1)
+    with pytest.raises(NotEnoughMemory, match=f"--ram {least} or --memory-limit") as refused:
+        placed(Allowed(), resident)
+    assert refused.value.exit_code == 4
+    free(least)
+    assert placed(Allowed(), resident).cache >= budget_of(TINY, 4)
+
+
+def test_what_stays_on_disk_is_said(resident, free, caplog):
+    dense, experts, text = needs(resident)
+    free(dense + experts // 2 + text)
+    model = load_model(TINY)
+    assert 0 < model.residency.nbytes < experts and "the others stay on disk" in caplog.text
+    assert tokens(model, 3) == tokens(resident, 3)
+
+
+def test_flags_reach_the_loading(capsys):
+    assert cli.main(["generate", "tiny", "--prompt", "x", "-n", "1", "--memory-limit", "1MB"]) == 4
+    assert "--memory-limit" in capsys.readouterr().err
+    memory.LIMITS.clear()
+    assert cli.main(["generate", "tiny", "--prompt", "x", "-n", "1", "--ram", "1MB", "--fit", "off"]) == 4
+    assert "may take 1.0 MB; they need" in capsys.readouterr().err
+
+
+def test_reads_past_the_system_say_the_same(resident, copied):
+    """Also at the end of a file that is no multiple of a page; and a file that is cut is found out."""
+    assert shard(copied).stat().st_size % 4096
+    allowed = Allowed(expert_cache=budget_of(TINY, 6), memory_limit=memory.held(CPU) + (2 << 30))
+    model = load_model(copied, allowed=allowed)
+    assert not model.residency.reader.files.buffered, "this file system has direct reads"
+    assert tokens(model) == tokens(resident)
+    with shard(copied).open("r+b") as file:
+        file.truncate(5000)
+    with pytest.raises(CheckpointError, match=r"it ends at byte \d+; tensor"):
+        tokens(model)
+
+
+def test_fewer_experts_are_another_model_and_its_cost_can_be_asked(resident, tmp_path, caplog, capsys):
+    model = load_model(TINY, top_k_experts=2)
+    assert (model.experts_per_token, resident.experts_per_token) == (2, 4)
+    assert model.fingerprint == f"{resident.fingerprint}-2-of-4-experts" and "replies get worse" in caplog.text
+    assert load_model(TINY, top_k_experts=4).fingerprint == resident.fingerprint
+    with pytest.raises(UsageError, match="a token has 4 experts; 5 of them"):
+        load_model(TINY, top_k_experts=5)
+    text = tmp_path / "text"
+    text.write_text("Once upon a time there was a fox who had a lantern, and every night he lit it.")
+    assert cli.main(["perplexity", "tiny", str(text), "--top-k-experts", "2", "--kl", "tiny", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kl"] > 1e-4
+
+
+def test_plan_says_what_lies_where(capsys):
+    assert cli.main(["plan", "tiny", "--expert-cache", str(budget_of(TINY, 32)), "--device", "cpu", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["expert_cache_bytes"] == said["experts_on_disk_bytes"] / 3 == budget_of(TINY, 32)
+    assert said["experts_read_per_token"] == 0.75 * 8 * 4 and said["disk_bytes_per_token"] == 24 * budget_of(TINY, 1)
+    assert said["dense_bytes"] + 4 * said["expert_cache_bytes"] == skeleton(TINY)[2].weights
+    assert 0 < said["tokens_per_second_streamed"] < said["tokens_per_second_at_most"]
+    assert cli.main(["plan", "tiny", "--expert-cache", str(budget_of(TINY, 32)), "--device", "cpu"]) == 0
+    assert "reads 24 experts" in capsys.readouterr().out
+    assert cli.main(["plan", "tiny", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["expert_cache_bytes"] is None
+
+
+RUN = """
+import json, os, sys, threading, time
+from pathlib import Path
+sys.path[:0] = [str(Path({tests!r})), str(Path({tests!r}).parent)]
+import torch
+from halfbyte import memory
+from halfbyte.cli import main
+most = 0
+def look():
+    global most
+    while True:
+        most = max(most, memory.held(torch.device("cpu")))
+        time.sleep(0.05)
+threading.Thread(target=look, daemon=True).start()
+limit = memory.held(torch.device("cpu")) + {more}
+code = main(["generate", "tiny", "--prompt", "Once", "-n", "8", "--temp", "0", "--memory-limit", str(limit)])
+print(json.dumps([code, most, limit]), file=sys.stderr)
+"""
+
+
+def test_a_process_keeps_to_its_limit():
+    """Sampled every 50 ms, from the start to the end: at most 5 % more than was allowed."""
+    code = RUN.format(tests=str(Path(__file__).parent), more=400 << 20)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    status, most, limit = json.loads(ran.stderr.strip().splitlines()[-1])
+    assert status == 0, ran.stderr
+    assert most <= 1.05 * limit
