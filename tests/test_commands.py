@@ -51,7 +51,7 @@ def test_plan_measures_and_says_whether_it_fits(ask, folder, monkeypatch):
     assert values["tokens_per_second_at_most"] == pytest.approx(speed)
     monkeypatch.setattr("halfbyte.memory.available", lambda device: 1000)
     status, text, _ = ask("plan", folder, "--device", "cpu")
-    assert status == 0 and "too little" in text
+    assert status == 0 and "too little" in text and "--ram" in text
 
 
 def test_doctor_says_what_is_used_and_why_not_the_rest(ask):

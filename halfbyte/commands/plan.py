@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError, size
+from ..errors import NotEnoughMemory, UsageError, size
 from .arguments import add_memory, allowed
 from .pull import located
 from .terminal import show
@@ -82,12 +82,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tiered(limits: Allowed, ledger: Ledger, account: Account, bandwidth: float) -> dict[str, Any]:
-    """Where weights would lie, and what that costs a token; every expert as likely as any other, without a trace."""
+    """Where weights would lie, and what that costs a token; every expert as likely as any other, without a trace.
+
+    `even_so`: why they fit nowhere. A plan is asked before there is a machine, so that is an answer.
+    """
     from ..disk import expert_bandwidth
     from ..fitting import TEXT, place
 
     text = 2 * account.cache(min(account.context, TEXT))  # float32, where the account has bfloat16
-    cache = place(limits, ledger, text, account.experts_per_token).cache
+    try:
+        cache = place(limits, ledger, text, account.experts_per_token).cache
+    except NotEnoughMemory as error:
+        return {"expert_cache_bytes": None, "experts_read_per_token": None, "even_so": str(error)}
     if cache is None:
         return {"expert_cache_bytes": None, "experts_read_per_token": 0.0}
     missing = 1 - min(cache / account.experts, 1)
@@ -104,7 +110,7 @@ def tiered(limits: Allowed, ledger: Ledger, account: Account, bandwidth: float) 
 
 def described_tiers(tiers: dict[str, Any]) -> list[tuple[str, str]]:
     if tiers["expert_cache_bytes"] is None:
-        return []
+        return [("even so", tiers["even_so"])] if "even_so" in tiers else []
     sizes = {name: size(round(tiers[name])) for name in tiers if "bytes" in name}
     return [
         ("in memory", f"{sizes['dense_bytes']} that every token reads + {sizes['expert_cache_bytes']} of experts"),
