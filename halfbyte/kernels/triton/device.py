@@ -38,7 +38,9 @@ def facts(device: torch.device) -> Facts:
 def overlap(device: torch.device) -> dict[str, bool]:
     """Launch options with which a kernel starts while the one before it still runs (Hopper and later).
 
-    Such a kernel may touch nothing but weights before its gdc_wait(): anything else may still be being written.
+    Before its gdc_wait() such a kernel may read weights and, in a recorded step, what no launch of that step writes
+    before it: positions, slots, a layer's own state. Anything else may still be being written. It may always ask for
+    memory to come to the L2, which reads nothing.
     """
     able = facts(device).capability >= 90 and not INTERPRETED
     return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
