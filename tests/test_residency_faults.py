@@ -146,7 +146,7 @@ def test_row_72_odd_surroundings(copied, tmp_path):
     """No HOME, the C locale, a time zone that is none, spaces and letters of other scripts in the path."""
     odd = tmp_path / "mein Modell, größer als スペース"
     copied.rename(odd)
-    kept = {name: os.environ[name] for name in ("PATH", "XDG_CACHE_HOME") if name in os.environ}
+    kept = {name: os.environ[name] for name in ("PATH", "XDG_CACHE_HOME", "PYTHONPYCACHEPREFIX") if name in os.environ}
     kept.setdefault("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
     command = ["generate", str(odd), "--prompt", "x", "-n", "2", "--expert-cache", str(budget_of(TINY, 5))]
     ran = subprocess.run(
