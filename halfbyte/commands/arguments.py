@@ -53,16 +53,12 @@ def add(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     _add_sampling(parser.add_argument_group("sampling", "what is not given comes from the model"))
 
 
-def add_expert_cache(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("memory", "sizes as 4GB; what is too small is refused with the least that is not")
+    group.add_argument(
         "--expert-cache", type=byte_count, metavar="SIZE",
         help="leave experts on disk and keep so much of them in memory, as 4GB (CPU); replies are the same",
     )  # fmt: skip
-
-
-def add_memory(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("memory", "sizes as 4GB; what is too small is refused with the least that is not")
-    add_expert_cache(group)
     sized = {
         "--ram": "of weights and caches on the host", "--memory-limit": "of the whole process on the host",
         "--gpu-memory": "of the whole process on the GPU",

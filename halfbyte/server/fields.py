@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +17,14 @@ from .refusals import Refused, wrong
 Description = dict[str, Any]
 
 
-class Field:
+class Field(ABC):
+    @abstractmethod
     def read(self, value: Any, path: str) -> Any:
         """The value, as the routes take it; `path` says where it stands, as in "messages[0].content"."""
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self) -> Description:
         """As a JSON schema."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
