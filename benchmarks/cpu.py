@@ -3,10 +3,11 @@
     python benchmarks/cpu.py                          every case, in under ten minutes
     python benchmarks/cpu.py --only product experts   some kinds: product, experts, attention, prompts, decode, prefill
 
-Each competitor is a process of its own. They take turns, shuffled in every round, and a turn counts only if its
-threads did not queue for a CPU and got the share of it that this competitor usually gets: the same rule for all. Rounds
-go on until enough of them count. What is compared are medians of ratios, each of two turns of one round. "Of read" is
-the time of a verified read of the same bytes.
+Each competitor is a process of its own. They take turns, shuffled in every round. A turn begins when nothing runs on
+the machine (the last one's threads go on waiting for work for some milliseconds, on the CPUs that the next one needs),
+and counts only if its threads did not queue for a CPU and got the share of it that this competitor usually gets: the
+same rule for all. Rounds go on until enough of them count. What is compared are medians of ratios, each of two turns of
+one round. "Of read" is the time of a verified read of the same bytes.
 """
 
 import argparse
@@ -24,7 +25,9 @@ from cpu_competitors import COMPETITORS, CONTEXT, SHAPE
 
 HERE = Path(__file__).parent
 QUEUED, SHARE = 0.04, 0.85  # of a turn's time, in line for a CPU; of the competitor's usual share of it
-PATIENCE = 15  # seconds for the turns of a case
+PATIENCE = 10  # seconds for the turns of a case
+CALM = 0.1  # seconds that a turn waits for others to stop, at most
+INTEGERS = ("i16", "i8")  # ours beside float32, see --cpu-activations
 SHAPES = ((2048, 2048), (4096, 2048), (1024, 4096), (12288, 4096))
 
 
@@ -77,14 +80,25 @@ def cases():
     for label, N, K, rows, bits, bars in made:
         name = f"{rows} x {N}x{K}, {bits} bit"
         yield label, case(name, "product", (rows, N, K, bits), packed_bytes(N * K, bits), bars)
+        if bits == 4:
+            for kind in INTEGERS:
+                against = () if rows == 1 else (("llama.cpp", 1.0),)
+                found = case(f"{name}, {kind}", "product", (rows, N, K, bits), packed_bytes(N * K, bits), against)
+                yield label, {**found, "activations": kind}
     size = packed_bytes(8 * 3 * 768 * 2048)
-    yield "experts", case("8 of 128 experts 768x2048", "experts", (128, 8, 768, 2048), size, (("read", 0.65),))
+    for kind, bars in (("f32", (("read", 0.65),)), ("i16", (("read", 0.75),)), ("i8", ())):
+        found = case(f"8 of 128 experts 768x2048, {kind}", "experts", (128, 8, 768, 2048), size, bars)
+        yield "experts", {**found, "activations": kind}
     S, H, G, D = 4096, 32, 8, 128
     size = 2 * S * G * D * 4
     yield "attention", case(f"attention, {S} tokens, {H}/{G} x {D}", "attention", (S, H, G, D), size, (("read", 0.65),))
-    bars = ("read", 0.55), ("llama.cpp", 1.3), ("mlx", 25)
-    yield "decode", case("decode, a whole model", "decode", (), step_bytes(), bars)
-    yield "prefill", case("512 tokens, a whole model", "prefill", (), step_bytes(), (("llama.cpp", 1.0),))
+    bars = {"f32": (("read", 0.55), ("llama.cpp", 1.3), ("mlx", 25)), "i16": (("read", 0.58),), "i8": (("read", 0.58),)}
+    for kind in ("f32", *INTEGERS):
+        found = case(f"decode, a whole model, {kind}", "decode", (), step_bytes(), bars[kind])
+        yield "decode", {**found, "activations": kind}
+    for kind in ("f32", *INTEGERS):
+        found = case(f"512 tokens, a whole model, {kind}", "prefill", (), step_bytes(), (("llama.cpp", 1.0),))
+        yield "prefill", {**found, "activations": kind}
 
 
 def step_bytes():
@@ -103,13 +117,23 @@ def turns(competitors, what, rounds):
     taken, end = {one.name: [] for one in offered}, time.monotonic() + PATIENCE
     while True:
         for one in random.sample(offered, len(offered)):
-            time.sleep(0.002)  # the last one's threads stop waiting for work
+            wait_for_calm()
             taken[one.name].append(one.ask(turn=True))
         counted = {name: those_that_count(each) for name, each in taken.items()}
         if min(sum(one is not None for one in each) for each in counted.values()) >= rounds:
             return counted
         if time.monotonic() > end:
             return counted
+
+
+def wait_for_calm():
+    """Until no thread but this one is running, or for as long as a turn may wait for that."""
+    end = time.monotonic() + CALM
+    while time.monotonic() < end:
+        time.sleep(0.002)
+        stat = Path("/proc/stat").read_text() if Path("/proc/stat").exists() else "procs_running 1"
+        if int(stat.partition("procs_running ")[2].split()[0]) <= 1:
+            return
 
 
 def those_that_count(each):

@@ -22,12 +22,20 @@ SHAPE = {"hidden": 1024, "layers": 12, "heads": 16, "groups": 4, "D": 128, "expe
 CONTEXT = 256  # tokens that a decode step looks back on
 
 
+def recorded(call):
+    import torch
+
+    from halfbyte.graph import bound, record
+
+    return bound(record(call)[1], torch.device("cpu"))
+
+
 def copies(case):
-    return max(2, -(-ROTATED // case["bytes"]))
+    return max(2, -(-case.get("rotated", ROTATED) // case["bytes"]))
 
 
 class Read:
-    """Every byte once, eight streams a thread, summed, and the sum verified."""
+    """Every byte once, eight streams a thread, summed, and the sum verified. In large pages, as our weights are."""
 
     def __init__(self, threads):
         self.threads = threads
@@ -35,8 +43,12 @@ class Read:
     def make(self, case):
         import torch
 
-        size = case["bytes"] // 8
-        data = [torch.arange(size).numpy() for _ in range(copies(case))]
+        from halfbyte.memory import allocate
+
+        size, here = case["bytes"] // 8, torch.device("cpu")
+        data = [
+            allocate(8 * size, here).view(torch.int64).copy_(torch.arange(size)).numpy() for _ in range(copies(case))
+        ]
         read, expected = compiled_read(), size * (size - 1) // 2
 
         def one(part):
@@ -47,6 +59,8 @@ class Read:
 
 
 class Halfbyte:
+    """Calls are recorded once and then run again, as a decode step's are; llama.cpp's graphs are built once as well."""
+
     def __init__(self, threads):
         import torch
 
@@ -57,36 +71,40 @@ class Halfbyte:
 
     def packed(self, shape, bits, group=64):
         import torch
+        from random_models import packed_memory
 
         from halfbyte.ops.quant import Packed
 
         *lead, K = shape
-        words = torch.empty((*lead, K * bits // 32), dtype=torch.int32).random_(-(2**31), 2**31, generator=self.random)
-        scales = torch.full((*lead, K // group), 2.0**-bits * K**-0.5, dtype=torch.bfloat16)
-        return Packed(words, scales, scales * -(2.0 ** (bits - 1)), bits, group)
+        words, scales, biases = packed_memory(lead, K, bits, group, "cpu")
+        words.random_(-(2**31), 2**31, generator=self.random)
+        scales.fill_(2.0**-bits * K**-0.5)
+        return Packed(words, scales, torch.mul(scales, -(2.0 ** (bits - 1)), out=biases), bits, group)
 
     def make(self, case):
         import torch
 
         from halfbyte.ops.attention import attention
+        from halfbyte.ops.dispatch import use_cpu_activations
         from halfbyte.ops.experts import Experts, expert_mlp
         from halfbyte.ops.quant import qmm
 
+        use_cpu_activations(case.get("activations", "f32"))
         kind, sizes = case["kind"], case["sizes"]
         if kind == "product":
             rows, N, K, bits = sizes
             x, weights = torch.randn(rows, K), [self.packed((N, K), bits) for _ in range(copies(case))]
-            return [lambda w=w: qmm(x, w) for w in weights]
+            return [recorded(lambda w=w: qmm(x, w)) for w in weights]
         if kind == "experts":
             E, chosen, inner, hidden = sizes
             x = torch.randn(1, hidden)
             experts = Experts(*(self.packed(size, 4) for size in ((E, inner, hidden),) * 2 + ((E, hidden, inner),)))
             ids = [torch.randperm(E)[:chosen][None].int() for _ in range(copies(case))]
-            return [lambda chosen=chosen: expert_mlp(x, chosen, experts, "silu") for chosen in ids]
+            return [recorded(lambda chosen=chosen: expert_mlp(x, chosen, experts, "silu")) for chosen in ids]
         if kind == "attention":
             S, H, G, D = sizes
             q, caches = torch.randn(1, 1, H, D), [torch.randn(2, 1, S, G, D) for _ in range(copies(case))]
-            return [lambda kv=kv: attention(q, *kv, scale=D**-0.5) for kv in caches]
+            return [recorded(lambda kv=kv: attention(q, *kv, scale=D**-0.5)) for kv in caches]
         return self.model(kind)
 
     def model(self, kind):

@@ -70,7 +70,7 @@ def memory(given, cache):
 
 def engine_step(model, cache, context, steps):
     """Seconds of a step of an engine whose requests are all being answered; one of them keeps its state."""
-    cache.lengths = [context] * cache.slots
+    cache.lengths = [context] * cache.padding.stop
     engine = Engine(model, cache)
     for slot in range(cache.slots):
         keeps = cache.slots == 1

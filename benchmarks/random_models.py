@@ -13,6 +13,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from real_models import REAL  # noqa: E402
 
 from halfbyte import config as configs  # noqa: E402
+from halfbyte.memory import allocate  # noqa: E402
 from halfbyte.models import MODELS  # noqa: E402
 from halfbyte.ops.experts import Experts  # noqa: E402
 from halfbyte.ops.quant import Packed  # noqa: E402
@@ -20,6 +21,14 @@ from halfbyte.ops.quant import Packed  # noqa: E402
 BITS, GROUP = 4, 64
 EIGHT_BIT = ("gate", "shared_expert_gate", "router.proj")  # what mlx-lm quantises finer: whatever chooses experts
 SPREAD = {4: 4.61, 8: 73.9}  # the standard deviation of uniform codes
+
+
+def packed_memory(lead, K, bits, group, device):
+    """Words, scales and biases of a packed weight, in memory as a loader takes it: large pages on a CPU."""
+    rows = math.prod(lead)
+    sizes = [rows * K * bits // 8] + [rows * (K // group) * 2] * 2
+    words, *others = allocate(sum(sizes), torch.device(device)).split(sizes)
+    return words.view(torch.int32).view(*lead, -1), *(one.view(torch.bfloat16).view(*lead, -1) for one in others)
 
 
 class RandomWeights:
@@ -68,10 +77,10 @@ class RandomWeights:
     def _packed(self, shape, bits, use, name):
         *lead, K = shape
         group = GROUP if K % GROUP == 0 else 32
-        words = torch.empty((*lead, K * bits // 32), dtype=torch.int32, device=self.device).random_(-(2**31), 2**31)
-        scales = torch.rand((*lead, K // group), device=self.device, dtype=torch.bfloat16).add_(0.5)
-        scales.mul_(1 / (SPREAD[bits] * math.sqrt(K)))
-        biases = scales * (-(2**bits - 1) / 2)
+        words, scales, biases = packed_memory(lead, K, bits, group, self.device)
+        words.random_(-(2**31), 2**31)
+        scales.uniform_(0.5, 1.5).mul_(1 / (SPREAD[bits] * math.sqrt(K)))
+        torch.mul(scales, -(2**bits - 1) / 2, out=biases)
         self._count(use, [words, scales, biases], math.prod(shape), name)
         return Packed(words, scales, biases, bits, group)
 
@@ -114,7 +123,7 @@ def fill(cache, length):
     for layer in cache.layers:
         for tensor in layer.values():
             tensor.normal_()
-    cache.lengths = [length] * cache.slots
+    cache.lengths = [length] * cache.padding.stop
 
 
 def step_bytes(model, given, streams, context, dtype=torch.bfloat16):

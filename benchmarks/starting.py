@@ -1,6 +1,7 @@
 """How long a model takes to its first token: in a process of its own, the first time ever and with kernels cached.
 
-Weights are random and made on the GPU, so only what follows them counts. python benchmarks/starting.py MODEL
+python benchmarks/starting.py MODEL    weights are random and made on the GPU, so only what follows them counts
+python benchmarks/starting.py tiny     the embedded model on a CPU; kernels are those that the cache has
 """
 
 import json
@@ -10,11 +11,12 @@ import sys
 import tempfile
 import time
 
-import torch
-from random_models import build
+BEGUN = time.perf_counter()
+import torch  # noqa: E402
+from random_models import build  # noqa: E402
 
-from halfbyte.compilation import compile_kernels
-from halfbyte.engine import Engine, Request
+from halfbyte.compilation import compile_kernels  # noqa: E402
+from halfbyte.engine import Engine, Request  # noqa: E402
 
 PROMPT, REPLY = 100, 6  # tokens
 
@@ -63,6 +65,26 @@ def once(name):
     }  # fmt: skip
 
 
+def on_cpu():
+    """Seconds of imports, of weights, of kernels (compiled, or loaded from the cache), and of a prompt."""
+    begun = time.perf_counter()
+    from halfbyte.loading import load
+
+    imported = time.perf_counter()
+    model, _ = load("tiny", "cpu")
+    loaded = time.perf_counter()
+    compiled = compile_kernels(model)
+    ready = time.perf_counter()
+    engine, request = Engine(model, model.new_cache(1, PROMPT + REPLY)), Request(list(range(PROMPT)), REPLY)
+    engine.submit(request)
+    while not request.made:
+        engine.step()
+    spans = (BEGUN, begun, imported, loaded, ready, time.perf_counter())
+    names = ("torch and imports", "loader", "weights", "kernels", "prompt")
+    seconds = {name: round(end - start, 3) for name, start, end in zip(names, spans, spans[1:], strict=False)}
+    return {"compiled": compiled, **seconds}
+
+
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
-    print(json.dumps(once(sys.argv[1])))
+    print(json.dumps(on_cpu() if sys.argv[1] == "tiny" else once(sys.argv[1])))

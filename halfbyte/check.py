@@ -122,7 +122,8 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8) if x.ndim else x.reshape(1).view(torch.uint8)
 
 
-def ratio(kernel: Tensor, body: Tensor, exact: Tensor) -> float:
+def ratio(kernel: Tensor, body: Tensor, exact: Tensor, rounding: float = 4 * EPS) -> float:
+    """`rounding`: how far the kernel may be from exact, as a part of the largest number, beside what the body is."""
     if kernel.shape != body.shape or kernel.dtype != body.dtype:
         return float("inf")
     if not kernel.is_floating_point():
@@ -138,6 +139,6 @@ def ratio(kernel: Tensor, body: Tensor, exact: Tensor) -> float:
     k, b, e = k[finite], b[finite], e[finite]
     if k.numel() == 0:
         return 0.0
-    allowed = (b - e).abs().max() + 4 * EPS * e.abs().max()
+    allowed = (b - e).abs().max() + rounding * e.abs().max()
     worst = (k - e).abs().max()
     return 0.0 if worst == 0 else float(worst / allowed)

@@ -8,7 +8,9 @@ from functools import partial
 
 import torch
 
-from .decoding import batch_sizes, rehearse
+from .cache import step_sizes
+from .decoding import rehearse
+from .machine import warn_of_slow_threads
 from .models.decoder import Decoder
 from .ops.dispatch import LANGUAGE_OF, find
 from .ops.sampling import Sampling, sample
@@ -29,6 +31,8 @@ def compile_kernels(model: Decoder, progress: Callable[[int, int], None] | None 
     prepare = find(LANGUAGE_OF.get(kind, "torch"), "compiling", "prepare")
     if model.compiled or prepare is None:
         return 0
+    if kind == "cpu":
+        warn_of_slow_threads()
     if kind == "cuda":
         prepare = partial(prepare, subject=_subject(model, slots))
     compiled: int = prepare(partial(_steps, model, slots), progress or partial(_announced, kind))
@@ -45,8 +49,11 @@ def _steps(model: Decoder, slots: int) -> None:
         logits = model(cache.plan([(0, [0] * length)]), cache)
         sample(logits, Sampling(temperature), row, row)
     if model.device.type == "cuda":
-        for size in batch_sizes(slots, model.device):
-            rehearse(model, model.new_cache(size, ROWS), size)
+        sizes = step_sizes(slots, model.device)
+    else:  # a step of one takes what one of any number takes
+        sizes = [1] if model.residency is None else []
+    for size in sizes:
+        rehearse(model, model.new_cache(size, ROWS), size)
 
 
 def _subject(model: Decoder, slots: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import statistics
@@ -13,9 +14,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
 STREAMS = 8  # a thread's own reads run this far apart: one stream alone is slower on many machines
 BLOCK = 64  # elements read from a stream before the next one's turn
 READ_BYTES = 256 << 20
+_chosen: list[int] = []  # by use_threads
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "neon": "NEON"}  # the widest first
 
 
@@ -164,3 +167,17 @@ def use_threads(count: int) -> None:
         raise ValueError(f"must be from 1 to {numba.config.NUMBA_NUM_THREADS}, it is {count}")
     torch.set_num_threads(count)
     numba.set_num_threads(count)
+    _chosen.append(count)
+
+
+def share_threads() -> None:
+    """For a thread that computes in another's place: Numba counts for each thread anew."""
+    if _chosen:
+        use_threads(_chosen[-1])
+
+
+@cache
+def warn_of_slow_threads() -> None:
+    """A line of the log, once a process."""
+    if (said := slow_threads()) is not None:
+        log.warning("%s", said)

@@ -61,6 +61,19 @@ def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_another_slot():
     assert same(moved, (o[:1], lse[:1]))
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_head_has_the_same_bits_alone_and_among_others(stored):
+    """Heads of one request take turns at the rows of the cache: in a call alone, in a batch, and not at all."""
+    k, v = (normal(12, 300, 8, 64, seed=seed, dtype=stored) for seed in (1, 2))
+    q, lengths, slots = normal(12, 1, 16, 64), list(range(300, 180, -10)), list(range(12))
+    o, lse = attend(q, k, v, lengths, slots)
+    for head in (0, 5):
+        mine = slice(2 * head, 2 * head + 2)
+        alone = attend(q[:, :, mine], k[:, :, head : head + 1], v[:, :, head : head + 1], lengths, slots)
+        assert same(alone, (o[:, :, mine], lse[:, :, mine]))
+    assert same(attend(q[3:4], k, v, lengths[3], 3), (o[3:4], lse[3:4]))
+
+
 @pytest.mark.parametrize("rows", [140, 160, 399])
 def test_a_ring_has_the_bits_of_a_line(rows):
     k, v = heads()
@@ -241,7 +254,7 @@ def test_append_writes_each_position_once(B, stored, language):
         {"return_lse": True, "out": torch.empty(1, 2, H, DV)},
         {"q": normal(4, 2, H, D)},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_attention_refuses(change):
     k, v = heads()
@@ -260,7 +273,7 @@ def test_attention_refuses(change):
         {"slots": torch.tensor([1, 1])},
         {"slots": torch.tensor([1, 4])},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_append_refuses(change):
     with pytest.raises(ValueError, match="append: "):

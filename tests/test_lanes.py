@@ -34,6 +34,11 @@ def sums(a, y):
         y[i // 16] = lanes.total(lanes.load(a, i))
 
 
+@njit
+def whole(a, y):
+    lanes.store(y, 0, lanes.nearest(lanes.load(a, 0)))
+
+
 def every_half():
     return np.arange(1 << 16, dtype=np.uint16)
 
@@ -73,6 +78,12 @@ def test_sums_of_lanes():
     a, y = np.arange(64, dtype=np.float32), np.empty(4, np.float32)
     sums(a, y)
     assert np.array_equal(y, a.reshape(4, 16).sum(1))
+
+
+def test_the_nearest_whole_number_is_even_between_two():
+    a, y = np.linspace(-3.75, 3.75, 16, dtype=np.float32) * 2, np.empty(16, np.float32)
+    whole(a, y)
+    assert np.array_equal(y, np.rint(a)) and (a % 1 == 0.5).any()
 
 
 @pytest.mark.skipif(lanes.platform.machine() != "x86_64", reason="NUMBA_CPU_NAME names x86 CPUs")

@@ -25,13 +25,14 @@ def run(args: argparse.Namespace) -> int:
     from ..fusion import FUSIONS, WITHOUT
     from ..listing import ops
     from ..loading import pick_device
-    from ..ops.dispatch import LANGUAGE_OF, find
+    from ..ops.dispatch import CPU_ACTIVATIONS, LANGUAGE_OF, find
 
     chosen = pick_device(None)
     devices = {name: state() for name, state in (("cuda", cuda), ("mps", mps), ("cpu", cpu))}
     written = {name: sum(name in op.languages for op in ops()) for name in set(LANGUAGE_OF.values())}
     language, state = LANGUAGE_OF[chosen.type], find("numba", "store", "state")
-    assert state is not None
+    multiplies_bytes, picks_fields = (find("numba", "planes", name) for name in ("multiplies_bytes", "picks_fields"))
+    assert state is not None and multiplies_bytes is not None and picks_fields is not None
     values: dict[str, Any] = {
         "halfbyte": __version__,
         "python": platform.python_version(),
@@ -46,6 +47,9 @@ def run(args: argparse.Namespace) -> int:
         "vectors": machine.vector_features(),
         "threads": torch.get_num_threads(),
         "threading_layer": machine.threading_layer(),
+        "cpu_activations": list(CPU_ACTIVATIONS),
+        "vnni": multiplies_bytes(),
+        "vbmi": picks_fields(),
         "fusions": list(FUSIONS),
         "fusions_left_out": sorted(WITHOUT),
     }
@@ -53,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         ("halfbyte", f"{__version__}, Python {values['python']}, {values['system']}"),
         ("packages", ", ".join(f"{name} {found or 'absent'}" for name, found in values["packages"].items())),
         *((name, said) for name, said in devices.items()),
+        ("products", products(values["vnni"], values["vbmi"])),
         ("memory", ", ".join(f"{size(free)} free on {name}" for name, free in values["memory_available"].items())),
         ("kernels", kernel_cache(**values["kernel_cache"])),
         ("fusions", fusions(values["fusions"], values["fusions_left_out"])),
@@ -60,6 +65,14 @@ def run(args: argparse.Namespace) -> int:
     ]
     show(values, rows, args.json)
     return 0
+
+
+def products(vnni: bool, vbmi: bool) -> str:
+    """What --cpu-activations may ask for, and how fast that is here."""
+    if not vnni:
+        return "on a CPU float32 (f32); --cpu-activations i16 and i8 multiply 16-bit numbers, for want of VNNI"
+    formats = "1 to 6 bits" if vbmi else "1, 2 and 4 bits"
+    return f"on a CPU float32 (f32), of {formats} by VNNI, as 24-bit numbers; --cpu-activations i16 and i8 take fewer"
 
 
 def kernel_cache(folder: str, lasts: bool, kernels: int, bytes: int) -> str:

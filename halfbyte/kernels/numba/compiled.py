@@ -6,8 +6,8 @@ compiled a second time: a prange index, which is unsigned, and a literal. `np.in
 """
 
 from collections.abc import Callable
-from contextlib import contextmanager
-from threading import get_ident
+from contextlib import contextmanager, nullcontext
+from threading import RLock, get_ident
 from typing import Any
 
 from numba import njit
@@ -15,7 +15,10 @@ from numba import njit
 from .store import Kept
 
 KERNELS: list[Any] = []  # every kernel that Python calls, of the modules imported so far
-_hooks: list[Callable[[Any], None]] = []  # of the rehearsal that runs, if one does
+_hooks: list[Callable[[Any], None]] = []  # of those who listen to calls of kernels
+_one_listens = RLock()
+_tracers: set[int] = set()  # the thread that traces, if one does
+_rehearsed: list[dict[Any, None]] = []  # what the rehearsal that runs has listed, if one does
 
 
 def _called_from_python(**options):
@@ -32,36 +35,105 @@ def _called_from_python(**options):
 
 kernel = _called_from_python(parallel=True)
 alone = _called_from_python()  # on one thread
+unlocked = _called_from_python(nogil=True)  # the same, while other threads run Python
 unfolded = njit(inline="always", error_model="numpy")  # inlined before types are known
 inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
 @contextmanager
-def rehearsal():
-    """Inside, this thread's calls of kernels that are not loaded are listed, as (kernel, types), instead of run.
+def _listening(note, *, others_wait=False):
+    """Inside, note(kernel, arguments) says what is to run where Numba has no code loaded for a call of this thread.
 
-    They return 0 and write nothing. What launchers read of a kernel's results they allocate as zeros, so a rehearsal
-    passes through the same calls as the real thing.
+    A kernel that is loaded for another thread then runs for this one too, unnoted, unless others wait with their calls.
     """
-    needed = {}
     me = get_ident()
 
     def listen(made):
-        def note(*arguments):
-            if get_ident() != me:
+        def asked(*arguments):
+            if get_ident() == me:
+                return note(made, arguments)
+            with _one_listens if others_wait else nullcontext():
                 return type(made)._compile_for_args(made, *arguments)
-            needed[made, tuple(map(made.typeof_pyval, arguments))] = None
-            return lambda *arguments: 0
 
-        made._compile_for_args = note  # what Numba calls where it has no code for the types of the arguments
+        made._compile_for_args = asked  # what Numba calls where it has no code for the types of the arguments
 
-    for made in KERNELS:
-        listen(made)
-    _hooks.append(listen)
-    try:
-        yield needed
-    finally:
-        _hooks.remove(listen)
+    with _one_listens:
+        before = {made: made.__dict__.get("_compile_for_args") for made in KERNELS}
         for made in KERNELS:
-            made.__dict__.pop("_compile_for_args", None)
+            listen(made)
+        _hooks.append(listen)
+        try:
+            yield
+        finally:
+            _hooks.remove(listen)
+            for made in KERNELS:
+                made.__dict__.pop("_compile_for_args")
+                if (other := before.get(made)) is not None:
+                    made._compile_for_args = other
+
+
+def _nothing(*arguments):
+    """In place of a kernel: writes nothing. What launchers read of a kernel's results they allocate as zeros."""
+    return 0
+
+
+@contextmanager
+def rehearsal():
+    """Inside, this thread's calls of kernels that are not loaded are listed, as (kernel, types), instead of run.
+
+    So a rehearsal passes through the same calls as the real thing.
+    """
+    needed = {}
+
+    def note(made, arguments):
+        needed[made, tuple(map(made.typeof_pyval, arguments))] = None
+        return _nothing
+
+    _rehearsed.append(needed)
+    try:
+        with _listening(note):
+            yield needed
+    finally:
+        _rehearsed.remove(needed)
+
+
+class Unsteady(Exception):
+    """A launcher does what has to be done at every call: its kernels' arguments cannot be kept."""
+
+
+def looks_at_values():
+    """Said by a launcher where its Python goes on from values that a kernel has written or will read."""
+    if get_ident() in _tracers:
+        raise Unsteady("values")
+
+
+@contextmanager
+def tracing():
+    """Inside, no call of this thread runs a kernel: they are listed, as (compiled code, arguments).
+
+    What was not compiled before is compiled; in a rehearsal it is only listed there, and its code is None here.
+    """
+    calls = []
+
+    def note(made, arguments):
+        types = tuple(map(made.typeof_pyval, arguments))
+        if types not in made.overloads and _rehearsed:
+            _rehearsed[-1][made, types] = None
+        elif types not in made.overloads:
+            made.compile(types)
+            made._clear()
+        calls.append((made.overloads.get(types), arguments))
+        return _nothing
+
+    with _listening(note, others_wait=True):
+        for made in KERNELS:
+            made._clear()  # Numba's own table alone: what is compiled stays
+        _tracers.add(get_ident())
+        try:
+            yield calls
+        finally:
+            _tracers.remove(get_ident())
+            for made in KERNELS:
+                for compiled in list(made.overloads.values()):
+                    made.add_overload(compiled)

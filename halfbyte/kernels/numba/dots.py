@@ -14,19 +14,22 @@ exponent of 1.0, and 1.5 is subtracted.
 
 `dot_exact` is the other way: every weight and every sum in float64, for matrices too small to be worth more.
 
-Four rows are done together: they share the activations, and four streams far apart keep more of the memory busy. Every
-output element has the same order of operations in every variant, so one row and many rows give the same bits.
+A tile is four rows of weights. Against four rows of activations they are done together; against one, STREAMS at a time,
+which lie far apart, for that keeps the memory busy. Zen 4 fetches two such streams ahead by itself, best if it is not
+asked to (2026-11-16, bytes of activations, of a plain read: 1.03 so, four streams 0.69, asked for 0.56); others are
+given four and asked. Every output element has the same order of operations in every variant, so the bits are the same.
 
 Numba specialises on types, so a format travels as the type of an empty array: `form` says by its rank which of FORMATS
 and by its dtype how scales are stored, `grouping` by its rank which of GROUPS.
 """
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
+from .compiled import inlined
 from .lanes import (
     F32,
     FVEC,
@@ -53,7 +56,8 @@ VALUES = {"dense": 1, "affine1": 32, "affine2": 16, "affine3": 32, "affine4": 8,
 KINDS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16, "e8m0": np.uint8, "e4m3": np.int8}
 HALF = ir.HalfType()
 DVEC = ir.VectorType(ir.DoubleType(), WIDTH)
-PREFETCH = 1024  # bytes ahead in each of the four streams
+FETCHES_AHEAD = (config.CPU_NAME or binding.get_host_cpu_name()).startswith("znver")
+STREAMS, PREFETCH = (2, 0) if FETCHES_AHEAD else (4, 1024)  # rows of weights at a time; bytes ahead in each
 
 
 def token(form, kind, group):
@@ -230,14 +234,19 @@ def shifted(builder, v, left):
     return builder.lshr(v, constant(v.type, -left))
 
 
+def fetch_ahead(builder, pointer):
+    if PREFETCH:
+        ahead = builder.gep(pointer, [I64(PREFETCH)])
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), ahead, I32(0), I32(3), I32(1))
+
+
 def _emit_block(builder, layout, rows, xs, block, n, sums):
     """Add one block of each weight row times each activation row to the running sums."""
     width = layout.row_bytes(layout.block)
     starts = [builder.gep(words, [builder.mul(block, I64(width))]) for words, _, _ in rows]
     if n is None:
         for start in starts:
-            ahead = builder.gep(start, [I64(PREFETCH)])
-            call(builder, "llvm.prefetch.p0", ir.VoidType(), ahead, I32(0), I32(3), I32(1))
+            fetch_ahead(builder, start)
     values = [layout.lane_values(builder, start, n) for start in starts]
     offset = builder.mul(block, I64(layout.prepared_bytes))
     inner = [[None] * len(xs) for _ in rows]
@@ -276,17 +285,17 @@ def _emit_biases(builder, layout, rows, group_sums, first, n, sums):
             builder.store(fused(builder, bias, xsum, builder.load(sums[r][m])), sums[r][m])
 
 
-def _make_dot(M):
-    """dot4xM(form, grouping, K, words, scales, biases, rows, x, x_offsets, sums, sum_offsets) -> 4 M float32.
+def _make_dot(R, M):
+    """dot(form, grouping, K, words, scales, biases, rows, x, x_offsets, sums, sum_offsets) -> R M float32.
 
-    words, scales, biases: addresses of a packed matrix; rows: which four of its rows. x: prepared activations;
+    words, scales, biases: addresses of a packed matrix; rows: which R of its rows. x: prepared activations;
     x_offsets, sum_offsets: where each of the M rows begins in x and in the group sums.
     """
 
     @intrinsic
     def dot(typing, form, grouping, K, words, scales, biases, rows, x, x_offsets, sums, sum_offsets):
         layout = Layout(form, grouping)
-        result = types.UniTuple(types.float32, 4 * M)
+        result = types.UniTuple(types.float32, R * M)
 
         def generate(context, builder, signature, args):
             K, base_words, base_scales, base_biases = args[2:6]
@@ -296,13 +305,13 @@ def _make_dot(M):
             G = builder.udiv(K, I64(layout.group))
             picked = [
                 layout.row_pointers(builder, K, base_words, base_scales, base_biases, row)
-                for row in cgutils.unpack_tuple(builder, args[6], 4)
+                for row in cgutils.unpack_tuple(builder, args[6], R)
             ]
             offsets = cgutils.unpack_tuple(builder, args[8], M)
             xs = [builder.bitcast(builder.gep(x_data, [o]), byte) for o in offsets]
             offsets = cgutils.unpack_tuple(builder, args[10], M)
             group_sums = [builder.bitcast(builder.gep(g_data, [o]), byte) for o in offsets]
-            running = [[cgutils.alloca_once_value(builder, constant(FVEC, 0.0)) for _ in range(M)] for _ in range(4)]
+            running = [[cgutils.alloca_once_value(builder, constant(FVEC, 0.0)) for _ in range(M)] for _ in range(R)]
             for line in running:
                 for place in line:
                     builder.store(constant(FVEC, 0.0), place)
@@ -330,14 +339,39 @@ def _make_dot(M):
             return context.make_tuple(builder, signature.return_type, totals)
 
         intp = types.intp
-        four, several = types.UniTuple(intp, 4), types.UniTuple(intp, M)
-        return result(form, grouping, intp, intp, intp, intp, four, x, several, sums, several), generate
+        picks, several = types.UniTuple(intp, R), types.UniTuple(intp, M)
+        return result(form, grouping, intp, intp, intp, intp, picks, x, several, sums, several), generate
 
     return dot
 
 
-dot4x1 = _make_dot(1)
-dot4x4 = _make_dot(4)
+one_row_dots = _make_dot(STREAMS, 1)
+tile_dots = _make_dot(4, 4)
+
+
+if STREAMS == 2:
+
+    @inlined
+    def tile_rows(first, tile, tiles, last):
+        """The rows of a tile, STREAMS at a time, where `tiles` tiles take the rows from `first` to `last`."""
+        low, high = first + 2 * tile, first + 2 * (tiles + tile)
+        return (low, min(high, last)), (min(low + 1, last), min(high + 1, last))
+
+    @inlined
+    def four_rows(streams):
+        return streams[0] + streams[1]
+
+else:
+
+    @inlined
+    def tile_rows(first, tile, tiles, last):
+        """The rows of a tile, STREAMS at a time, where `tiles` tiles take the rows from `first` to `last`."""
+        low = first + tile
+        return ((low, min(low + tiles, last), min(low + 2 * tiles, last), min(low + 3 * tiles, last)),)
+
+    @inlined
+    def four_rows(streams):
+        return streams[0]
 
 
 @intrinsic

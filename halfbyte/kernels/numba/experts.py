@@ -8,11 +8,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from .compiled import alone
-from .products import EXACT, SMALL, Activations, format_of, multiply, prepare_row, products_kernel
+from .compiled import alone, looks_at_values
+from .lanes import floats_in_lines
+from .products import Activations, format_of, multiply, prepare_rows, run_products
 from .quant import NV_RANGE, matrices
 from .rowwise import ACTIVATION, glu_kernel, glu_span
 from .views import destination, finish, floats
+
+FEW = 1 << 20  # numbers of all pairs: more are a prompt's, whose activations are prepared by all threads
 
 
 class Choices:
@@ -24,6 +27,7 @@ class Choices:
             self.experts, (self.pairs, self.first, zeros) = flat, one_token(A)
             self.x_rows = zeros if shared else self.pairs
             return
+        looks_at_values()
         self.pairs = np.argsort(flat, kind="stable")
         self.experts, starts = np.unique(flat[self.pairs], return_index=True)
         self.first = np.append(starts, flat.size)
@@ -45,6 +49,7 @@ def expert_addresses(w):
 
 def project(choices, w, activations, x_rows, y):
     """y[pair] = w[expert of the pair] x; y is a float32 array [pairs, N]."""
+    looks_at_values()
     addresses, kept = expert_addresses(w)
     chosen = addresses.take(choices.experts, 1)
     multiply(activations, chosen, choices.first, x_rows, choices.pairs, y.reshape(-1), w.shape[1])
@@ -66,8 +71,8 @@ def expert_qmm(x, ids, w, *, out=None):
 
 @alone
 def few_tokens_kernel(
-    form, grouping, lane_values, powers, centre, group, hidden, inner, wide, narrow, gate, up, down, experts, first,
-    x_rows, pairs, activation, x, y,
+    form, grouping, planes, lane_values, powers, centre, group, hidden, inner, wide, narrow, gate, up, down, experts,
+    first, x_rows, pairs, activation, x, y,
 ):  # fmt: skip
     """gate, up, down: addresses [3, E]; wide, narrow: floats of a prepared row of `hidden` and of `inner`.
 
@@ -84,21 +89,14 @@ def few_tokens_kernel(
         firsts[j], firsts[J + j] = first[j], P + first[j]
     for i in range(P):
         rows[i], rows[P + i], places[i], places[P + i] = x_rows[i], x_rows[i], pairs[i], P + pairs[i]
-    T, G = x.size // hidden, hidden // group
-    prepared, sums = np.empty(T * wide, np.float32), np.empty(T * G, np.float32)
-    for t in range(T):
-        odd += prepare_row(x, t * hidden, hidden, lane_values, powers, centre, group, prepared, t * wide, sums, t * G)
-    h = np.empty(2 * P * inner, np.float32)
-    products_kernel(
-        form, grouping, hidden, inner, both[0], both[1], both[2], firsts, rows, places, prepared, wide, sums, G, h
-    )
+    T, h = x.size // hidden, np.empty(2 * P * inner, np.float32)
+    prepared, sums = floats_in_lines(T * wide), np.empty(T * (hidden // group), np.float32)
+    odd += prepare_rows(form, grouping, planes, lane_values, powers, centre, group, x, T, hidden, prepared, wide, sums)
+    run_products(form, grouping, planes, group, hidden, inner, both, firsts, rows, places, prepared, wide, sums, h)
     glu_span(h.ctypes.data, h[P * inner :].ctypes.data, activation, h.ctypes.data, np.intp(0), P * inner)
-    G, prepared, sums = inner // group, np.empty(P * narrow, np.float32), np.empty(P * (inner // group), np.float32)
-    for i in range(P):
-        odd += prepare_row(h, i * inner, inner, lane_values, powers, centre, group, prepared, i * narrow, sums, i * G)
-    products_kernel(
-        form, grouping, inner, hidden, downs[0], downs[1], downs[2], first, pairs, pairs, prepared, narrow, sums, G, y
-    )
+    prepared, sums = floats_in_lines(P * narrow), np.empty(P * (inner // group), np.float32)
+    odd += prepare_rows(form, grouping, planes, lane_values, powers, centre, group, h, P, inner, prepared, narrow, sums)
+    run_products(form, grouping, planes, group, inner, hidden, downs, first, pairs, pairs, prepared, narrow, sums, y)
     return odd
 
 
@@ -107,11 +105,11 @@ def mlp_of_few(x, choices, experts, activation, y):
     parts = experts.gate, experts.up, experts.down
     form, inner, hidden = format_of(parts[0]), parts[2].shape[2], parts[2].shape[1]
     alike = form.affine and all(format_of(w) is form for w in parts[1:])
-    if not alike or choices.pairs.size * hidden >= SMALL or inner * hidden <= EXACT:
+    if not alike or choices.pairs.size * hidden >= FEW:
         return False
     found = [expert_addresses(w) for w in parts]
     return not few_tokens_kernel(
-        form.form, form.grouping, form.lane_values, form.powers, form.centre, form.group, hidden, inner,
+        form.form, form.grouping, form.planes, form.lane_values, form.powers, form.centre, form.group, hidden, inner,
         form.row_stride(hidden), form.row_stride(inner), *(addresses for addresses, _ in found), choices.experts,
         choices.first, choices.x_rows, choices.pairs, ACTIVATION[activation], x, y,
     )  # fmt: skip

@@ -13,13 +13,23 @@ import operator
 import platform
 from functools import cache
 
+import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils, config
 from numba.core.typing.templates import ConcreteTemplate, infer_global
-from numba.extending import intrinsic, lower_builtin, models, register_model
+from numba.extending import intrinsic, lower_builtin, models, register_jitable, register_model
 
 WIDTH = 16
+LINE = 64  # bytes
+
+
+@register_jitable
+def floats_in_lines(count):
+    """So many float32, from the start of a cache line on: a vector that straddles two takes two loads."""
+    room = np.empty(count + LINE // 4, np.float32)
+    start = (LINE - room.ctypes.data % LINE) % LINE // 4
+    return room[start : start + count]
 
 
 class Lanes(types.Type):
@@ -100,13 +110,19 @@ def widened(builder, narrow):
 
 
 @cache
+def has(feature):
+    """Whether the CPU that is compiled for has this, by LLVM's name. Numba lets users name another than this one."""
+    if config.CPU_FEATURES is not None:
+        return f"+{feature}" in config.CPU_FEATURES.split(",")
+    return config.CPU_NAME is None and bool(binding.get_host_cpu_features().get(feature))
+
+
+@cache
 def converts_halves():
     """Whether the CPU that is compiled for widens float16. For others LLVM calls a function that no process has."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
-    if config.CPU_NAME is not None:
-        return "+f16c" in (config.CPU_FEATURES or "")
-    return bool(binding.get_host_cpu_features().get("f16c"))
+    return has("f16c")
 
 
 def from_halves(builder, halves):
@@ -307,6 +323,16 @@ def largest(typing, v):
         return folded(builder, args[0], larger_of)
 
     return types.float32(f32x16), generate
+
+
+@intrinsic
+def nearest(typing, v):
+    """The nearest whole numbers, the even one of two as near."""
+
+    def generate(context, builder, signature, args):
+        return call(builder, "llvm.roundeven.v16f32", FVEC, args[0])
+
+    return f32x16(f32x16), generate
 
 
 @intrinsic

@@ -4,31 +4,57 @@ A job is a packed matrix, given by addresses (so experts may lie anywhere), and 
 multiplies. Tasks are (job, four weight rows); the rows of activations are taken in chunks that stay in cache while the
 weights stream by. Matrices of at most EXACT weights, whose products cost little more than the call, take another way:
 exact weights, summed in float64.
+
+Where there is a way, products go through plane_products.py, with activations as whole numbers: of 24 bits where VNNI
+multiplies them, or of fewer if `use_activations` asks for that. Other formats take float32 activations as they are.
 """
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 from numba import prange
 
 from .compiled import inner, kernel
-from .dots import VALUES, begun, dot4x1, dot4x4, dot_exact, permute_block, powers, token
-from .lanes import WIDTH, compiled_once, load, total
+from .dots import (
+    VALUES,
+    begun,
+    dot_exact,
+    four_rows,
+    one_row_dots,
+    permute_block,
+    powers,
+    tile_dots,
+    tile_rows,
+    token,
+)
+from .lanes import WIDTH, compiled_once, floats_in_lines, load, total
+from .plane_products import FEW_NUMBERS, RUNS, SMALL, plane_products_kernel, prepare_planes, prepare_planes_kernel
+from .planes import Planes, multiplies_bytes, offers
+from .planes import token as planes_token
 from .views import NOTHING
 
 CHUNK = 32  # rows of activations that pass over a matrix together: 512 KB at K = 4096
-RUNS = 64  # parts of a call that threads share out: long streams, and still even shares
-SMALL = 1 << 20  # multiplications, 40 us of one thread: waking another that sleeps takes 100
 EXACT = 1 << 15  # weights: many rows of activations would feel it in larger matrices
 KIND = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+PLANES = {"f32": 3 if multiplies_bytes() else 0, "i16": 2, "i8": 1}  # of bytes that activations are cut into
+_planes = PLANES["f32"]
+
+
+def use_activations(kind):
+    """From now on products take activations as one of PLANES, wherever there is a way for their format."""
+    global _planes
+    _planes = PLANES[kind]
 
 
 class Format:
     """How one matrix is stored, as the kernels take it, and the shape of activations prepared for it."""
 
-    def __init__(self, form, kind, group):
+    def __init__(self, form, kind, group, planes=0):
         self.form, self.grouping = token(form, kind, group)
+        self.exact = Format(form, kind, group) if planes else self  # the same, with activations as they are
+        self.planes = planes_token(planes)
+        self.span_floats = Planes(self.form, self.grouping, self.planes).span_bytes // 4 if planes else 0
         self.powers, self.values, self.group = powers(form), VALUES[form], group
         self.affine, self.dense = form.startswith("affine"), form == "dense"
         self.begun = begun(form)
@@ -38,23 +64,27 @@ class Format:
 
     def row_stride(self, K):
         """Floats that one prepared row of activations takes."""
+        if self.planes.ndim:
+            return -(-K // (WIDTH * self.group)) * self.span_floats
         return -(-K // (WIDTH * self.values)) * WIDTH * (self.values + self.begun)
 
 
 @lru_cache(maxsize=256)
-def _format(mode, bits, group, kind):
+def _format(mode, bits, group, kind, planes):
     if mode == "dense":
         return Format("dense", KIND[kind], 16)
     if mode == "affine":
-        return Format(f"affine{bits}", KIND[kind], group)
+        form = f"affine{bits}"
+        return Format(form, KIND[kind], group, planes if offers(form, planes) else 0)
     return Format("fp8" if mode == "mxfp8" else "fp4", "e4m3" if mode == "nvfp4" else "e8m0", group)
 
 
 def format_of(w):
     """The Format of a Packed, of an expert provider that has its fields, or of a dense tensor."""
     if hasattr(w, "bits"):
-        return _format(w.mode, w.bits, w.group, w.scale_dtype)
-    return _format("dense", 0, 16, w.dtype)
+        planes = _planes if w.shape[-2] * w.shape[-1] > EXACT else 0
+        return _format(w.mode, w.bits, w.group, w.scale_dtype, planes)
+    return _format("dense", 0, 16, w.dtype, 0)
 
 
 @inner
@@ -96,7 +126,7 @@ def prepare_row(x, base, K, lane_values, powers, centre, group, prepared, place,
 def prepare_kernel(x, K, lane_values, powers, centre, group, prepared, stride, sums):
     """Prepare every row; returns how many have sums that are not finite."""
     rows, G, odd = x.size // K, K // group, 0
-    if x.size < SMALL:
+    if x.size < FEW_NUMBERS:
         for row in range(rows):
             odd += prepare_row(x, row * K, K, lane_values, powers, centre, group, prepared, row * stride, sums, row * G)
     else:
@@ -111,43 +141,55 @@ class Activations:
 
     def __init__(self, form, x, K):
         rows, self.stride = x.size // K, form.row_stride(K)
-        self.form, self.K, self.odd, self.sums = form, K, 0, NOTHING
+        self.form, self.x, self.K, self.odd, self.sums = form, x, K, 0, NOTHING
         if form.dense and self.stride == K:
             self.prepared = x
             return
-        self.prepared = np.empty(rows * self.stride, np.float32)
+        self.prepared = floats_in_lines(rows * self.stride)
+        if form.planes.ndim:
+            self.odd = prepare_planes_kernel(
+                form.form, form.grouping, form.planes, x, K, form.group, self.prepared, self.stride
+            )
+            return
         if form.affine:
             self.sums = np.empty(rows * (K // form.group), np.float32)
         self.odd = prepare_kernel(
             x, K, form.lane_values, form.powers, form.centre, form.group, self.prepared, self.stride, self.sums
         )
 
+    @cached_property
+    def exact(self):
+        """The same rows as they are."""
+        return Activations(self.form.exact, self.x, self.K) if self.form.planes.ndim else self
+
 
 @inner
 def product_tiles(
     form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, start, chunk, x, stride, sums, G, y, low, high
 ):
-    """Tasks low .. high: task t is four weight rows of job t // tiles, a quarter of its matrix apart, times the rows
-    of activations that the job lists from `start` on, `chunk` at most."""
+    """Tasks low .. high: task t is a tile of job t // tiles times the rows of activations that the job lists from
+    `start` on, `chunk` at most."""
     compiled_once()
     tiles, last = (N + 3) // 4, N - 1
     for task in range(low, high):
         j, tile = task // tiles, task % tiles
-        rows = (tile, min(tile + tiles, last), min(tile + 2 * tiles, last), min(tile + 3 * tiles, last))
         i, end = first[j] + start, min(first[j + 1], first[j] + start + chunk)
+        streams = tile_rows(np.intp(0), tile, tiles, last)
         while i + 4 <= end:
             a, b, c, d = x_rows[i], x_rows[i + 1], x_rows[i + 2], x_rows[i + 3]
             x_at, sums_at = (a * stride, b * stride, c * stride, d * stride), (a * G, b * G, c * G, d * G)
-            dots = dot4x4(form, grouping, K, words[j], scales[j], biases[j], rows, x, x_at, sums, sums_at)
+            rows = four_rows(streams)
+            dots = tile_dots(form, grouping, K, words[j], scales[j], biases[j], rows, x, x_at, sums, sums_at)
             for r in range(4):
                 for m in range(4):
                     y[y_rows[i + m] * N + rows[r]] = dots[4 * r + m]
             i += 4
         while i < end:
             x_at, sums_at = (x_rows[i] * stride,), (x_rows[i] * G,)
-            few = dot4x1(form, grouping, K, words[j], scales[j], biases[j], rows, x, x_at, sums, sums_at)
-            for r in range(4):
-                y[y_rows[i] * N + rows[r]] = few[r]
+            for some in streams:
+                few = one_row_dots(form, grouping, K, words[j], scales[j], biases[j], some, x, x_at, sums, sums_at)
+                for r in range(len(some)):
+                    y[y_rows[i] * N + some[r]] = few[r]
             i += 1
 
 
@@ -191,7 +233,7 @@ def exact_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, y_r
     """As products_kernel, with the weights and sums of `dot_exact`."""
     tasks = x_rows.size * N
     runs = min(tasks, RUNS)
-    if tasks * K < SMALL // 2:  # float64 takes longer
+    if tasks * K < SMALL:
         exact_products(
             form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, np.intp(0), tasks
         )
@@ -204,17 +246,50 @@ def exact_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, y_r
             )  # fmt: skip
 
 
+@inner
+def prepare_rows(form, grouping, planes, lane_values, powers, centre, group, x, rows, K, prepared, stride, sums):
+    """Prepare rows of x, on this thread; returns how many have sums that are not finite."""
+    odd, G = 0, K // group
+    for row in range(rows):
+        if planes.ndim == 0:
+            odd += prepare_row(x, row * K, K, lane_values, powers, centre, group, prepared, row * stride, sums, row * G)
+        else:
+            odd += prepare_planes(form, grouping, planes, x, row * K, K, group, prepared, row * stride)
+    return odd
+
+
+@inner
+def run_products(form, grouping, planes, group, K, N, addresses, first, x_rows, y_rows, x, stride, sums, y):
+    """As `multiply`, of an affine format, inside a kernel: x is prepared and finite."""
+    words, scales, biases = addresses[0], addresses[1], addresses[2]
+    if planes.ndim == 0:
+        if N * K <= EXACT:
+            exact_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y)
+        else:
+            G = K // group
+            products_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, sums, G, y)
+    else:
+        plane_products_kernel(
+            form, grouping, planes, group, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y
+        )
+
+
 def multiply(activations, addresses, first, x_rows, y_rows, y, N):
     """Run jobs. addresses: of words, scales, biases, int64 [J] each; y: flat float32, rows of N."""
     form, K, sums = activations.form, activations.K, activations.sums
-    jobs = (form.form, form.grouping, K, N, *addresses)
-    x, stride = activations.prepared, activations.stride
-    if N * K <= EXACT:
-        exact_kernel(*jobs, first, x_rows, y_rows, x, stride, y)
+    x, stride, lists = activations.prepared, activations.stride, (first, x_rows, y_rows)
+    if form.planes.ndim:
+        plane_products_kernel(form.form, form.grouping, form.planes, form.group, K, N, *addresses, *lists, x, stride, y)
+    elif N * K <= EXACT:
+        exact_kernel(form.form, form.grouping, K, N, *addresses, *lists, x, stride, y)
         return
-    products_kernel(*jobs, first, x_rows, y_rows, x, stride, sums, K // form.group if form.affine else 0, y)
+    else:
+        G = K // form.group if form.affine else 0
+        products_kernel(form.form, form.grouping, K, N, *addresses, *lists, x, stride, sums, G, y)
     if activations.odd:
         # An infinite activation times a weight is an infinity; in two parts, a code's and a bias's, it would be NaN.
-        odd = ~np.isfinite(sums.reshape(-1, K // form.group)).all(1)[x_rows]
+        told = activations.x.reshape(-1, K) if form.planes.ndim else sums.reshape(-1, K // form.group)
+        odd, exact = ~np.isfinite(told).all(1)[x_rows], activations.exact
         starts = np.concatenate(([0], np.cumsum(odd)))[first]
-        exact_kernel(*jobs, starts, x_rows[odd], y_rows[odd], x, stride, y)
+        lists = starts, x_rows[odd], y_rows[odd]
+        exact_kernel(form.form, form.grouping, K, N, *addresses, *lists, exact.prepared, exact.stride, y)

@@ -27,13 +27,13 @@ def row_lists(rows, jobs):
 
 
 class Matrices:
-    """One matrix or a stack of them, as kernels take it: its format, and where its parts begin.
+    """One matrix or a stack of them, as kernels take it: where its parts begin.
 
     Parts that are not contiguous are copied; the copies live as long as this does.
     """
 
     def __init__(self, w, parts):
-        self.form, self.kept = format_of(w), [None if t is None else t.contiguous() for t in parts]
+        self.kept = [None if t is None else t.contiguous() for t in parts]
         bases = np.array([0 if t is None else t.data_ptr() for t in self.kept])
         self.jobs, (self.N, self.K) = prod(w.shape[:-2]), w.shape[-2:]
         steps = [0 if t is None or t.ndim < 3 else t.stride(-3) * t.element_size() for t in self.kept]
@@ -57,7 +57,7 @@ def matrices(w):
 
 
 def qmm(x, w, *, transpose=True, out=None):
-    m = matrices(w)
+    m, form = matrices(w), format_of(w)
     N, K, jobs = m.N, m.K, m.jobs
     width = N if transpose else K
     y = destination((*x.shape[:-1], width), out)
@@ -67,9 +67,9 @@ def qmm(x, w, *, transpose=True, out=None):
     rows, source = target.size // (jobs * width), floats(x)
     if transpose:
         order, first = row_lists(rows, jobs)
-        multiply(Activations(m.form, source, K), m.starts, first, order, order, target, N)
+        multiply(Activations(form, source, K), m.starts, first, order, order, target, N)
     else:
-        contract_kernel(m.form.form, m.form.grouping, m.form.values, N, K, *m.starts, source, rows, target)
+        contract_kernel(form.form, form.grouping, form.values, N, K, *m.starts, source, rows, target)
     if getattr(w, "global_scale", None) is not None:
         y.mul_((w.global_scale / NV_RANGE).reshape(-1, 1) if jobs > 1 else float(w.global_scale / NV_RANGE))
     return finish(y, x.dtype, out)

@@ -1,8 +1,9 @@
 """Where compiled kernels are kept: one file each in a private folder, so that only the first start compiles.
 
-The folder's name stands for everything that compiled code depends on: these sources, Numba, LLVM, Python and the CPU.
-A file's name stands for a kernel and the types of its arguments. A file begins with the digest of what follows, and
-appears whole under its name. So a damaged file counts as missing, and where processes compile the same kernel at the
+The folder's name stands for what all compiled code depends on: Numba, LLVM, Python and the CPU. A file's name stands
+for a kernel, its sources (its module and those of this folder that it is made from) and the types of its arguments, so
+that a new version compiles only what it changes. A file begins with the digest of what follows, and appears whole under
+its name. So a damaged file counts as missing, and where processes compile the same kernel at the
 same time either's file will do. (Numba's own cache numbers its files and lists them in an index: two processes can make
 an entry name the other's file.)
 """
@@ -12,6 +13,7 @@ import hashlib
 import os
 import pickle
 import platform
+import re
 import shutil
 import stat
 import sys
@@ -29,8 +31,10 @@ from numba.core.compiler import CompileResult
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
+HERE = Path(__file__).parent
+LAYOUT = "2"  # of the names in this folder
 DIGEST = hashlib.sha256().digest_size
-UNUSED = 90 * 86400  # seconds after which the folder of another version is removed
+UNUSED = 90 * 86400  # seconds after which what another version has compiled is removed
 
 
 def base():
@@ -42,16 +46,35 @@ def base():
 
 def version():
     """What compiled code depends on, as a name."""
-    state = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        state.update(path.read_bytes())
     cpu = (
         config.CPU_NAME or binding.get_host_cpu_name(),
-        config.CPU_FEATURES or binding.get_host_cpu_features().flatten(),
+        binding.get_host_cpu_features().flatten() if config.CPU_FEATURES is None else config.CPU_FEATURES,
     )
-    versions = numba.__version__, llvmlite.__version__, platform.python_version(), platform.machine(), *cpu
-    state.update("\0".join(versions).encode())
-    return f"numba-{state.hexdigest()[:16]}"
+    versions = LAYOUT, numba.__version__, llvmlite.__version__, platform.python_version(), platform.machine(), *cpu
+    return f"numba-{digest(chr(0).join(versions).encode())}"
+
+
+def digest(data):
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+@cache
+def imported(module):
+    """The source of a module of this folder, and the names of those that it imports from here."""
+    source = (HERE / f"{module}.py").read_text(encoding="utf-8")
+    names = {name for line in re.findall(r"^from \. import (.+)$", source, re.M) for name in line.split(", ")}
+    return source.encode(), names | set(re.findall(r"^from \.(\w+) import", source, re.M))
+
+
+@cache
+def sources(module):
+    """The digest of all sources that a module's kernels may be made from; this file only keeps them."""
+    found, coming = {}, {module}
+    while coming:
+        name = coming.pop()
+        found[name], more = imported(name)
+        coming |= more - found.keys() - {"store"}
+    return digest(b"".join(found[name] for name in sorted(found)))
 
 
 @cache
@@ -101,6 +124,15 @@ def remove_unused(current):
                 shutil.rmtree(other)
 
 
+@cache
+def remove_old(current):
+    """Kernels of sources that nobody has used for long; looked for once a process, when one is compiled."""
+    for path in current.glob("*.kernel"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > UNUSED:
+                path.unlink()
+
+
 def portable(compiled):
     """A compiled kernel as bytes that another process can load."""
     return dumps(compiled._reduce())
@@ -110,7 +142,9 @@ class Kept:
     """The cache of one kernel, as Numba's dispatchers use it."""
 
     def __init__(self, function):
-        self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+        module = function.__module__.rpartition(".")[2]
+        self.name = f"{module}.{function.__name__}"
+        self.sources = sources(module)  # now, as they are imported: files may change under a process that runs
         self.ready = {}  # read already, or compiled by another process for this one
 
     @property
@@ -119,16 +153,17 @@ class Kept:
 
     def path(self, signature):
         where = folder()
-        types = hashlib.sha256(repr(tuple(signature)).encode()).hexdigest()[:16]
-        return None if where is None else where / f"{self.name}-{types}.kernel"
+        types = digest(repr(tuple(signature)).encode())
+        return None if where is None else where / f"{self.name}-{types}-{self.sources}.kernel"
 
     def load_overload(self, signature, target_context):
         """The compiled kernel for arguments of these types; None where it must be compiled.
 
-        Compiled code needs Numba's runtime and no more. Numba would first load all that it can compile, which takes as
-        long as importing it.
+        Compiled code needs Numba's runtime and its threads, which it asks how many they are, and no more. Numba would
+        first load all that it can compile, which takes as long as importing it.
         """
         rtsys.initialize(target_context)
+        numba.get_num_threads()
         try:
             data = self.ready.pop(tuple(signature), None) or self.read(signature)
             return CompileResult._rebuild(target_context, *pickle.loads(data))
@@ -137,7 +172,11 @@ class Kept:
 
     def read(self, signature):
         path = self.path(signature)
-        data = b"" if path is None else path.read_bytes()
+        if path is None:
+            raise FileNotFoundError("nothing is kept: no folder can be written to")
+        data = path.read_bytes()
+        with suppress(OSError):
+            os.utime(path)  # in use
         if hashlib.sha256(data[DIGEST:]).digest() != data[:DIGEST]:
             raise ValueError("a damaged file")
         return data[DIGEST:]
@@ -159,6 +198,7 @@ class Kept:
         try:
             passing.write_bytes(hashlib.sha256(data).digest() + data)
             passing.replace(path)
+            remove_old(path.parent)
         except OSError:
             with suppress(OSError):
                 passing.unlink()

@@ -1,0 +1,205 @@
+"""Products of packed matrices with activations as whole numbers: preparing rows, and the tasks over planes.py.
+
+Jobs are those of products.py. Up to FEW rows of activations go by `plane_dots`, more by tiles; the bits are the same.
+"""
+
+import numpy as np
+from numba import prange
+
+from .compiled import inlined, inner, kernel
+from .dots import tile_rows
+from .lanes import WIDTH, compiled_once, floats_in_lines, fma, larger, largest, load, store, store_n, total, zeros
+from .plane_tiles import ROWS, TILE, plane_codes, plane_scales, plane_tile
+from .planes import plane_block, plane_dots, plane_sizes, plane_sums
+
+HIGHEST = np.float32(127)  # of a plane of bytes
+HIGHEST_FRACTION = (0x7F7F7F & 0x3FFFFF) << 1  # of 127 (65536 + 256 + 1), as float32 has it
+LEAST = np.float32(1e-30)  # a group whose activations are all smaller counts as zeros: their quotients would overflow
+FEW = 2  # rows; from three on, unpacking a tile once for all of them pays
+RUNS = 64  # parts of a call that threads share out: long streams, and still even shares
+SMALL = 1 << 19  # multiplications, 13 us of one thread, 20 in float32: with another that is awake it takes 10
+FEW_NUMBERS = 1 << 15  # activations, prepared by one thread in 20 us
+
+
+@inlined
+def three_planes_step(most):
+    """The power of two that divides activations up to `most` into whole numbers for three planes, and its inverse.
+
+    No number is then off by more than a unit in the last place of the largest, two where that is just below a power
+    of two and a larger step is needed.
+    """
+    bits = np.float32(most).view(np.int32)
+    exponent = (bits >> 23) + (1 if (bits & 0x7FFFFF) > HIGHEST_FRACTION else 0)
+    return np.int32((exponent - 22) << 23).view(np.float32), np.int32((276 - exponent) << 23).view(np.float32)
+
+
+@inner
+def prepare_planes(form, grouping, planes, x, base, K, group, prepared, place):
+    """One row of planes, their sums and steps (see planes.py), zeros after its end; returns whether it is infinite."""
+    compiled_once()
+    values, blocks, parts = plane_sizes(form, grouping, planes)
+    wide = WIDTH * values
+    block_floats = planes.ndim * wide // 4
+    G, check, top = K // group, zeros(), HIGHEST if planes.ndim == 1 else HIGHEST * np.float32(256)
+    inverses, tail = np.zeros(WIDTH, np.float32), np.zeros(wide, np.float32)
+    for span in range((G + WIDTH - 1) // WIDTH):
+        centres = place + blocks * block_floats
+        ends = centres + parts * WIDTH
+        prepared[centres : ends + 2 * WIDTH] = 0
+        inverses[:] = 0
+        for g in range(min(WIDTH, G - span * WIDTH)):
+            at, peak = base + (span * WIDTH + g) * group, zeros()
+            for i in range(at, at + group, WIDTH):
+                v = load(x, i)
+                check = fma(v, zeros(), check)
+                peak = larger(larger(peak, v), zeros() - v)
+            most = largest(peak)
+            if most > LEAST:
+                step, inverse = (most / top, top / most) if planes.ndim < 3 else three_planes_step(most)
+                inverses[g], prepared[ends + WIDTH + g] = inverse, step
+                prepared[ends + g] = plane_sums(form, grouping, planes, x, at, inverse, prepared, centres + g * parts)
+        for block in range(blocks):
+            start = span * WIDTH * group + block * wide
+            first = block * wide // group
+            if start + wide <= K:
+                plane_block(form, grouping, planes, x, base + start, inverses, first, prepared, place)
+            else:
+                for i in range(wide):
+                    tail[i] = x[base + start + i] if start + i < K else np.float32(0)
+                plane_block(form, grouping, planes, tail, np.intp(0), inverses, first, prepared, place)
+            place += block_floats
+        place = ends + 2 * WIDTH
+    return 0 if total(check) == 0 else 1
+
+
+@kernel
+def prepare_planes_kernel(form, grouping, planes, x, K, group, prepared, stride):
+    """Prepare every row; returns how many are not finite."""
+    rows, odd = x.size // K, 0
+    if x.size < FEW_NUMBERS:
+        for row in range(rows):
+            odd += prepare_planes(form, grouping, planes, x, row * K, K, group, prepared, row * stride)
+    else:
+        for index in prange(rows):
+            row = np.intp(index)
+            odd += prepare_planes(form, grouping, planes, x, row * K, K, group, prepared, row * stride)
+    return odd
+
+
+@inlined
+def dots_of_tile(form, grouping, planes, K, words, scales, biases, streams, x, at, y, to):
+    for rows in streams:
+        dots = plane_dots(form, grouping, planes, K, words, scales, biases, rows, x, at)
+        for r in range(len(rows)):
+            y[to + rows[r]] = dots[r]
+
+
+@inner
+def row_products(form, grouping, planes, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, low, high):
+    """Tasks low .. high: task t is a tile of four weight rows of job t // tiles."""
+    compiled_once()
+    tiles, last = (N + 3) // 4, N - 1
+    for task in range(low, high):
+        j, tile = task // tiles, task % tiles
+        rows = tile_rows(np.intp(0), tile, tiles, last)
+        for i in range(first[j], first[j + 1]):
+            at, to = x_rows[i] * stride, y_rows[i] * N
+            dots_of_tile(form, grouping, planes, K, words[j], scales[j], biases[j], rows, x, at, y, to)
+
+
+@inner
+def unpack_tile(form, grouping, planes, group, K, row, last, words, scales, biases, codes, scale, bias):
+    """The codes, scales and biases of 32 weight rows from `row` on, lanes being rows."""
+    values, G = plane_sizes(form, grouping, planes)[0], K // group
+    wide = WIDTH * values
+    for side in range(0, TILE, WIDTH):
+        for block in range((K + wide - 1) // wide):
+            inside, to = min(WIDTH, (K - block * wide) // values), block * wide * TILE // 4 + side
+            plane_codes(form, grouping, planes, K, words, row + side, last, block, inside, codes, to)
+        for g in range(0, G, WIDTH):
+            inside, to = min(WIDTH, G - g), g * TILE + side
+            plane_scales(form, grouping, K, scales, row + side, last, g, inside, scale, to)
+            plane_scales(form, grouping, K, biases, row + side, last, g, inside, bias, to)
+
+
+@inner
+def fold_tile(running, rows, y, places, row, N):
+    """Add the sixteen sums of each row of a tile, by halves as lanes are folded, into y."""
+    step = ROWS * TILE
+    for m in range(rows):
+        for side in range(0, min(TILE, N - row), WIDTH):
+            half = WIDTH // 2
+            while half:
+                for number in range(half):
+                    at = number * step + m * TILE + side
+                    store(running, at, load(running, at) + load(running, at + half * step))
+                half //= 2
+            store_n(y, places[m] * N + row + side, load(running, m * TILE + side), np.intp(N - row - side))
+
+
+@inner
+def tile_products(
+    form, grouping, planes, group, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, low, high
+):
+    """Tasks low .. high: task t is 32 weight rows of job t // tiles. A job of FEW rows does not unpack them."""
+    compiled_once()
+    tiles, G = (N + TILE - 1) // TILE, K // group
+    codes = floats_in_lines((K + WIDTH * plane_sizes(form, grouping, planes)[0]) * TILE // 4)
+    scale, bias = floats_in_lines((G + WIDTH) * TILE), floats_in_lines((G + WIDTH) * TILE)
+    running, places = floats_in_lines(WIDTH * ROWS * TILE), np.empty(ROWS, np.int64)
+    for task in range(low, high):
+        j, row, last = task // tiles, task % tiles * TILE, N - 1
+        begin, end = first[j], first[j + 1]
+        if end - begin <= FEW:
+            for tile in range(TILE // 4):
+                rows = tile_rows(row, np.intp(tile), np.intp(TILE // 4), last)
+                if rows[0][0] > last:
+                    break
+                for i in range(begin, end):
+                    at, to = x_rows[i] * stride, y_rows[i] * N
+                    dots_of_tile(form, grouping, planes, K, words[j], scales[j], biases[j], rows, x, at, y, to)
+            continue
+        unpack_tile(form, grouping, planes, group, K, row, last, words[j], scales[j], biases[j], codes, scale, bias)
+        for i in range(begin, end, ROWS):
+            running[:] = 0
+            count = min(ROWS, end - i)
+            for m in range(count):
+                places[m] = y_rows[i + m]
+            a, b, c, d = i, min(i + 1, end - 1), min(i + 2, end - 1), min(i + 3, end - 1)
+            at = (x_rows[a] * stride, x_rows[b] * stride, x_rows[c] * stride, x_rows[d] * stride)
+            plane_tile(form, grouping, planes, G, codes, scale, bias, x, at, running)
+            fold_tile(running, count, y, places, row, N)
+
+
+@kernel
+def plane_products_kernel(
+    form, grouping, planes, group, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y
+):
+    """Jobs j: matrix at words[j], ... times the rows listed in [first[j], first[j + 1])."""
+    most, jobs = 0, words.size
+    for j in range(jobs):
+        most = max(most, first[j + 1] - first[j])
+    if most <= FEW:
+        tasks = jobs * ((N + 3) // 4)
+        runs = min(tasks, RUNS)
+        if x_rows.size * N * K < SMALL:
+            row_products(
+                form, grouping, planes, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, np.intp(0),
+                tasks,
+            )  # fmt: skip
+        else:
+            for index in prange(runs):
+                run = np.intp(index)
+                row_products(
+                    form, grouping, planes, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y,
+                    tasks * run // runs, tasks * (run + 1) // runs,
+                )  # fmt: skip
+    else:
+        tasks = jobs * ((N + TILE - 1) // TILE)
+        runs = min(tasks, RUNS)
+        for index in prange(runs):
+            run = np.intp(index)
+            tile_products(
+                form, grouping, planes, group, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y,
+                tasks * run // runs, tasks * (run + 1) // runs,
+            )  # fmt: skip

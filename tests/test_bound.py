@@ -1,0 +1,189 @@
+"""Recorded steps on a CPU: bound calls give the bits of the step as it is written, whatever the model, in one call."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from model_goldens import FOLDER, NAMES
+from test_decoding import all_of, different_lengths
+
+from halfbyte.cases import CASES
+from halfbyte.check import tensors
+from halfbyte.decoding import DecodeStep
+from halfbyte.engine import Engine, Request
+from halfbyte.fusion.reuse import arranged, share_memory
+from halfbyte.graph import addresses, bound, record, run_all
+from halfbyte.kernels.numba import binding
+from halfbyte.kernels.numba.compiled import Unsteady, looks_at_values, tracing
+from halfbyte.loading import load_model
+from halfbyte.ops.dispatch import reference
+from halfbyte.ops.quant import qmm, quantize
+from halfbyte.ops.rowwise import rms_norm
+from halfbyte.replaying import MOST, shelf
+
+LAUNCHERS = {name.partition(".")[2] for name in binding.STEADY}
+BOUND = [case for case in CASES if case.op.__name__ in LAUNCHERS and case.only is None and not case.serving]
+
+
+def texts(model, **more):
+    cache = model.new_cache(3, 60, chunk=4)
+    requests = different_lengths()
+    made = all_of(Engine(model, cache, **more), requests)
+    return [request.made for request in requests], [(one.id, one.logits) for one in made], cache
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_has_the_same_bits_as_written(name):
+    """One text, and several that begin and end at different times; greedy, drawn, and drawn from a few."""
+    model = load_model(FOLDER / name)
+    expected, written, _ = texts(model, replays=False)
+    got, made, cache = texts(model)
+    assert got == expected
+    assert all(torch.equal(mine[1], theirs[1]) for mine, theirs in zip(made, written, strict=True))
+    assert shelf(model, cache).kept
+
+
+def test_a_step_of_one_text_is_one_call(folder):
+    model = load_model(folder)
+    step = DecodeStep(model, model.new_cache(1, 20), 1)
+    step.bind([0], [7])
+    step.launch()
+    kernels = binding.traced(step.calls)
+    left = [one.name for one, found in zip(step.calls, kernels, strict=True) if found is None]
+    assert left == []
+
+
+def changed_values(call):
+    """Other values where a step has other values: in what is no weight."""
+    for value in (*call.args, *call.kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.is_contiguous():
+            turned = value.flatten().roll(1).view(value.shape)
+            value.copy_(turned * 0.5 if value.is_floating_point() else turned)
+
+
+@pytest.mark.parametrize("case", BOUND, ids=str)
+def test_a_bound_call_sees_the_values_of_its_turn(case):
+    """What a launcher makes of values would be that of the first turn."""
+    args, kwargs = case.inputs(torch.float32)
+    _, calls = record(lambda: case.op(*args, **kwargs))
+    run = bound(calls, torch.device("cpu"))
+    for one in calls:
+        changed_values(one)
+    state = [t.clone() for one in calls for t in tensors((one.args, one.kwargs))]
+    run_all(calls)
+    after = [t.clone() for one in calls for t in tensors((one.args, one.kwargs, one.result))]
+    for t, before in zip((t for one in calls for t in tensors((one.args, one.kwargs))), state, strict=True):
+        t.copy_(before)
+    run()
+    for t, expected in zip(
+        (t for one in calls for t in tensors((one.args, one.kwargs, one.result))), after, strict=True
+    ):
+        torch.testing.assert_close(t, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_an_infinite_activation_takes_the_launcher():
+    x, w = torch.randn(1, 512), quantize(torch.randn(256, 512), 4, 64)
+    y, calls = record(lambda: rms_norm(qmm(x, w)))
+    run = bound(calls, x.device)
+    x[0, 3] = torch.inf
+    run()
+    torch.testing.assert_close(y, rms_norm(qmm(x, w)), rtol=0, atol=0, equal_nan=True)
+    x.fill_(0.5)
+    run()
+    assert torch.equal(y, rms_norm(qmm(x, w)))
+
+
+def test_a_launcher_that_looks_at_values_says_so():
+    looks_at_values()
+    with tracing(), pytest.raises(Unsteady):
+        looks_at_values()
+
+
+def test_results_take_each_others_places():
+    x = torch.randn(2, 64)
+    y, calls = record(lambda: rms_norm(rms_norm(rms_norm(rms_norm(x)) + 1) * 2))
+    expected, apart = y.clone(), sum(t.nbytes for one in calls for t in tensors(one.result)) - y.nbytes
+    size = share_memory(calls, addresses(y))
+    y.zero_()
+    run_all(calls)
+    assert torch.equal(y, expected) and size == 2 * x.nbytes < apart
+
+
+def test_places_of_what_lives_at_a_time_are_apart():
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.randint(1, 40, (200, 3), generator=generator).tolist()
+    wanted = {at: (first, first + many, length) for at, (first, many, length) in enumerate(numbers)}
+    places, size = arranged(wanted)
+    for at, (first, last, length) in wanted.items():
+        assert places[at] + length <= size
+        for other, (begin, end, many) in wanted.items():
+            if other != at and begin <= last and first <= end:
+                assert places[other] + many <= places[at] or places[at] + length <= places[other]
+
+
+def test_only_the_steps_used_last_are_kept():
+    model = load_model(FOLDER / "qwen3_moe-4bit")
+    cache = model.new_cache(MOST + 2, 20)
+    for B in range(1, MOST + 3):
+        DecodeStep(model, cache, B)
+    DecodeStep(model, cache, 3)
+    kept = [key[1] for key in shelf(model, cache).kept]
+    assert kept == [*range(4, MOST + 3), 3]
+
+
+def test_a_request_with_a_processor_is_computed_as_written():
+    model = load_model(FOLDER / "qwen3_moe-4bit")
+    cache = model.new_cache(1, 20)
+    engine = Engine(model, cache)
+    engine.submit(Request([1, 2, 3], 5, processors=[lambda ids, row: row]))
+    while engine.busy:
+        engine.step()
+    assert not shelf(model, cache).kept
+
+
+def test_prompts_share_a_step():
+    """As they do where nothing is replayed: weights are read once for all of them."""
+    model = load_model(FOLDER / "qwen3_moe-4bit")
+    engine = Engine(model, model.new_cache(3, 20, chunk=16))
+    for _ in range(3):
+        engine.submit(Request([1, 2, 3], 4))
+    assert len(engine.step()) == 3
+
+
+def test_threads_record_beside_each_other():
+    """Each on a cache of its own: what one thread notes, the other must not run instead."""
+    model = load_model(FOLDER / "qwen3_5_moe-4bit")
+    prompts = [[5, 6, 7], [8, 9], [4, 4, 4, 4], [3]]
+
+    def text(prompt):
+        engine, request = Engine(model, model.new_cache(1, 40)), Request(prompt, 24)
+        engine.submit(request)
+        while engine.busy:
+            engine.step()
+        return request.made
+
+    alone = [text(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(text, prompts)) == alone
+
+
+def test_inference_mode_leaves_nothing_that_cannot_be_used_outside():
+    model = load_model(FOLDER / "qwen3_5_moe-4bit")
+    with torch.inference_mode():
+        cache = model.new_cache(1, 40)
+        engines = [Engine(model, cache)]
+        engines[0].submit(Request([5, 6, 7], 6))
+        while engines[0].busy:
+            engines[0].step()
+    engine, request = Engine(model, cache), Request([5, 6, 7], 6)
+    engine.submit(request)
+    while engine.busy:
+        engine.step()
+    assert len(request.made) == 6
+
+
+def test_a_language_that_is_asked_for_is_not_replayed():
+    model = load_model(FOLDER / "qwen3_5_moe-4bit")
+    with reference():
+        assert not Engine(model, model.new_cache(1, 40)).replays
+    assert Engine(model, model.new_cache(1, 40)).replays
