@@ -134,6 +134,14 @@ def copying(source: torch.Tensor, target: torch.Tensor) -> Callable[[], Any]:
 
 
 @cache
+def bus_bandwidth() -> float:
+    """Bytes a second that come from pinned host memory."""
+    here = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(here.shape, dtype=here.dtype, device="cuda")
+    return int(here.nbytes) / timed(lambda: there.copy_(here, non_blocking=True), REPLAYS)
+
+
+@cache
 def matmul_rate(size: int = 8192) -> float:
     """Floating point operations a second of a large bfloat16 product."""
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -32,9 +32,12 @@ def shared_expert(calls: list[Call]) -> list[Call]:
     book, views = Book(calls), Views(calls)
     dropped: set[Call] = set()
     replaced: dict[Call, Call] = {}
+    passing = frozenset[int]().union(
+        *(one.writes for one in calls if one.name == "copy_layer")
+    )  # experts of many layers
     for end in calls:
         found = find_shared(end, book) if end.name == "combine" else None
-        if found is None:
+        if found is None or addresses(found.chosen.args[2]) & passing:
             continue
         chosen, gate, up, glu, down = found
         x, ids, experts, *more = chosen.args
@@ -44,7 +47,8 @@ def shared_expert(calls: list[Call]) -> list[Call]:
         if not views.point([(ids, all_ids[:, :k]), (chosen.result, y[:, :k]), (down.result, y[:, k])]):
             continue
         parts = [(experts.gate, gate.args[1]), (experts.up, up.args[1]), (experts.down, down.args[1])]
-        joined = Experts(*(laid_together(pair, (pair[0].shape[0] + 1, *pair[0].shape[1:])) for pair in parts))
+        stacks = (laid_together(pair, (pair[0].shape[0] + 1, *pair[0].shape[1:])) for pair in parts)
+        joined = Experts(*stacks, among=experts.count + 1)
         replaced[chosen] = call("expert_mlp", chosen.run, (x, all_ids, joined, *more), {"out": y}, y, (), found)
         dropped |= {gate, up, glu, down}
     return [replaced.get(one, one) for one in calls if one not in dropped]
@@ -53,7 +57,9 @@ def shared_expert(calls: list[Call]) -> list[Call]:
 def find_shared(end: Call, book: Book) -> Shared | None:
     """The calls whose results a combine adds up, if a shared expert's are among them and nobody else reads these."""
     chosen, down = book.maker(end.args[0], "expert_mlp"), book.maker(end.kwargs.get("shared"), "qmm")
-    if chosen is None or down is None or chosen.args[0].ndim != 2 or book.maker(chosen.args[1], "route") is None:
+    if chosen is None or down is None or chosen.args[0].ndim != 2:
+        return None
+    if all(book.maker(chosen.args[1], name) is None for name in ("route", "assign_slots")):
         return None
     glu = book.maker(down.args[0], "glu")
     if glu is None or glu.args[2] != (*chosen.args, "silu")[3]:

@@ -20,10 +20,12 @@ LANGUAGES = ("torch", "numba", "triton", "metal")
 LANGUAGE_OF = {"cpu": "numba", "cuda": "triton", "mps": "metal"}  # by device
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+CPU_ACTIVATIONS = ("f32", "i16", "i8")
 
 _forced: ContextVar[str | None] = ContextVar("forced language", default=None)
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 _deterministic = False
+_cpu_activations = "f32"
 
 
 class Entry(NamedTuple):
@@ -65,6 +67,18 @@ def kernel(family: str, op: str, x: Tensor) -> Callable[..., Any] | None:
     return found
 
 
+def as_one(op: str, work: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
+    """`work`, shown to whoever watches as one call of this name: the kernels that it is made of are not."""
+    if (watch := _watcher.get()) is None:
+        return work
+
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with watching(lambda entry: entry.kernel):
+            return work(*args, **kwargs)
+
+    return watch(Entry(op, language(x), alone, "")) or alone
+
+
 @contextmanager
 def using(language: str) -> Iterator[None]:
     """Run every op in this language, whatever the device ("triton" on CPU tensors is Triton's interpreter)."""
@@ -93,6 +107,36 @@ def is_deterministic() -> bool:
     return _deterministic
 
 
+def use_cpu_activations(kind: str) -> None:
+    """From now on products on a CPU take activations so, for all of the process.
+
+    f32: to float32's precision. i16, i8: rounded to whole numbers of 16 or 8 bits, a step for each group, where weights
+    are affine (3, 5 and 6 bits: on a CPU with VBMI); others keep f32. Faster, and off by about 1e-4 or 1e-2 of a
+    result: `perplexity --kl` says what that costs a model. A row's bits do not depend on its batch in any of them. To
+    be settled before a model's first step: steps that were recorded stay as they were.
+    """
+    global _cpu_activations
+    if kind not in CPU_ACTIVATIONS:
+        raise ValueError(f"use_cpu_activations: kind must be one of {', '.join(CPU_ACTIVATIONS)}, got {kind!r}")
+    _cpu_activations = kind
+    import_module("halfbyte.kernels.numba.products").use_activations(kind)
+
+
+def cpu_activations() -> str:
+    return _cpu_activations
+
+
+@contextmanager
+def with_cpu_activations(kind: str) -> Iterator[None]:
+    """Inside, as `use_cpu_activations`; for all threads."""
+    before = _cpu_activations
+    use_cpu_activations(kind)
+    try:
+        yield
+    finally:
+        use_cpu_activations(before)
+
+
 def reference() -> Any:
     """Run every op as its torch body."""
     return using("torch")
@@ -106,6 +150,11 @@ def watching(watcher: Watcher) -> Iterator[None]:
         yield
     finally:
         _watcher.reset(token)
+
+
+def watched() -> bool:
+    """Whether somebody sees every op call, or says in which language: such calls must be made, not replayed."""
+    return _watcher.get() is not None or _forced.get() is not None
 
 
 @contextmanager

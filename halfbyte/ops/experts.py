@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -127,16 +127,25 @@ Projection = Packed | Scattered | Tensor
 
 @dataclass(frozen=True)
 class Experts:
-    """The three projections of E gated experts: gate and up [E, I, H], down [E, H, I]. A shared expert has E = 1."""
+    """The three projections of E gated experts: gate and up [E, I, H], down [E, H, I]. A shared expert has E = 1.
+
+    `among`: how many there are to choose from, where these are some of them: launch sizes follow from that, so that
+    results do not depend on how many are here.
+    """
 
     gate: Projection
     up: Projection
     down: Projection
+    among: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         gate, up, down = (tuple(p.shape) for p in (self.gate, self.up, self.down))
         require(len(gate) == 3 and gate == up, "Experts", "gate and up", "[E, I, H] alike", gate, up)
         require(down == (gate[0], gate[2], gate[1]), "Experts", "down", "[E, H, I] for gate [E, I, H]", down, gate)
+
+    @property
+    def count(self) -> int:
+        return int(self.gate.shape[0]) if self.among is None else self.among
 
 
 class Loan(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ H200 = Facts(90, 132, 232448)
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("0", "", "false", "off")
 _pretended: Facts | None = None
 _deterministic = False
+_one_by_one = False
 # Rows of a decode step. A step of more is a piece of one prompt, which the requests beside it do not change.
 MOST_STREAMS = 64
 
@@ -42,8 +44,19 @@ def overlap(device: torch.device) -> dict[str, bool]:
     before it: positions, slots, a layer's own state. Anything else may still be being written. It may always ask for
     memory to come to the L2, which reads nothing.
     """
-    able = facts(device).capability >= 90 and not INTERPRETED
+    able = facts(device).capability >= 90 and not INTERPRETED and not _one_by_one
     return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
+
+
+@contextmanager
+def one_by_one():
+    """Inside, launches start when the one before has ended: what has come from another stream is waited for so."""
+    global _one_by_one
+    before, _one_by_one = _one_by_one, True
+    try:
+        yield
+    finally:
+        _one_by_one = before
 
 
 def make_deterministic(on: bool) -> None:

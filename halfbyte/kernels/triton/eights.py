@@ -57,16 +57,26 @@ def weights_of(
             words = (up if GATED and tile == 1 else w)[0] + start
             place = row * (K // 8) + at + tl.arange(0, 2)[None, None, None, :]
             tiles = tiles + (tl.load(words + place + 8 * block, mask=has, other=0),)
-    thread, eight = tl.arange(0, 4)[:, None, None], tl.arange(0, 8)[None, :, None]
-    at = tl.arange(0, PARTS)[None, None, :] * (BLOCKS // 2) + 0 * thread
     for which in tl.static_range(1, 3):
-        for pair in tl.static_range(BLOCKS // 2):
-            has = 0 * at < inside if EVEN else at + pair < inside * (K // 128)
+        if EVEN and BLOCKS == 8 and K % 512 == 0:  # all pairs of a row in one load
+            at = part * 4 + 0 * thread + tl.arange(0, 4)[None, None, None, :]
+            both = ()
             for tile in tl.static_range(2):
                 row = eight if GATED else eight + 8 * tile
-                row = row if EVEN else tl.minimum(row, (N - 1 - first).to(tl.int32))
-                values = (up if GATED and tile == 1 else w)[which].to(tl.pointer_type(tl.uint32)) + start // 16
-                tiles = tiles + (tl.load(values + (row * (K // 128) + at) + pair, mask=has, other=0),)
+                values = (up if GATED and tile == 1 else w)[which].to(tl.pointer_type(tl.uint32))
+                values += tl.multiple_of(start // 16, 4)
+                both = both + (quarters(tl.load(values + (row * (K // 128) + at), mask=0 * at < inside, other=0)),)
+            for pair in tl.static_range(4):
+                tiles = tiles + (both[0][pair], both[1][pair])
+        else:
+            at = tl.arange(0, PARTS)[None, None, :] * (BLOCKS // 2) + 0 * tl.arange(0, 4)[:, None, None]
+            for pair in tl.static_range(BLOCKS // 2):
+                has = 0 * at < inside if EVEN else at + pair < inside * (K // 128)
+                for tile in tl.static_range(2):
+                    row = tl.arange(0, 8)[None, :, None] + (0 if GATED else 8 * tile)
+                    row = row if EVEN else tl.minimum(row, (N - 1 - first).to(tl.int32))
+                    values = (up if GATED and tile == 1 else w)[which].to(tl.pointer_type(tl.uint32)) + start // 16
+                    tiles = tiles + (tl.load(values + (row * (K // 128) + at) + pair, mask=has, other=0),)
     return tiles
 
 
@@ -283,6 +293,17 @@ def fits(x, w):
     floats = (torch.bfloat16, torch.float16)
     usual = w.mode == "affine" and w.bits == 4 and w.group == GROUP and w.scale_dtype in floats and x.dtype in floats
     return usual and w.shape[-1] % (2 * GROUP) == 0 and w.shape[-1] <= LONGEST
+
+
+# 2026-11-16, H200, us, here and by the better of matvec.py and gemm.py: 12352 x 2048, 2 rows 8.1 and 7.7, 4 rows 7.8
+# and 11.5, 16 rows 13.0 and 12.4; 5120 x 2048, 16 rows 7.7 and 9.1, 32 rows 11.2 and 10.5; 512 x 2048, 32 rows 2.9,
+# 6.5.
+TWO, MOST, WEIGHTS = 2, 32, 24 << 20  # rows that matvec.py does as well, the most, and weights times eights of rows
+
+
+def quick(rows, weights):
+    """Whether so many rows by a matrix of so many weights take less time here than in matvec.py and gemm.py."""
+    return TWO < rows <= 8 or (8 < rows <= MOST and triton.cdiv(rows, 8) * weights <= WEIGHTS)
 
 
 def sizes(K):

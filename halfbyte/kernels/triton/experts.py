@@ -360,9 +360,9 @@ def grouped(style, ready, groups, w, up, activation, y):
     return y
 
 
-def alone(x, ids, w):
+def alone(x, ids, w, count):
     """Whether each pair reads its expert's weights itself: a few pairs, or small matrices, which are summed exactly."""
-    few = ids.numel() <= max(ALONE, w.shape[0] // 2) and not steady(len(ids))
+    few = ids.numel() <= max(ALONE, count // 2) and not steady(len(ids))
     return few or (x.dtype == torch.float32 and w.shape[1] * w.shape[2] <= SMALL)
 
 
@@ -371,9 +371,9 @@ def by_eights(x, ids, experts):
 
     What lies between is rounded to x's type, which sums over many of it do not show.
     """
-    count, _, inner = experts.down.shape
+    count, inner = experts.count, experts.down.shape[2]
     able = x.dtype == torch.bfloat16 or (INTERPRETED and x.dtype == torch.float16)
-    several = not alone(x, ids, experts.down) and ids.numel() <= SEVERAL * count
+    several = not alone(x, ids, experts.down, count) and ids.numel() <= SEVERAL * count
     able = able and inner >= LONG and (several or steady(len(ids)))
     return able and all(eights.fits(x, w) for w in (experts.gate, experts.up, experts.down))
 
@@ -393,7 +393,7 @@ def expert_qmm(x, ids, w, *, out=None):
     y = torch.empty((*ids.shape, w.shape[1]), dtype=x.dtype, device=x.device) if out is None else out
     if ids.numel() == 0:
         return y
-    if alone(x, ids, w):
+    if alone(x, ids, w, w.shape[0]):
         return matvec.chosen(x, ids, w, y)
     if not y.is_contiguous():
         return y.copy_(expert_qmm(x, ids, w))
@@ -404,12 +404,12 @@ def expert_qmm(x, ids, w, *, out=None):
 
 
 def expert_mlp(x, ids, experts, activation="silu", *, out=None):
-    count, hidden, inner = experts.down.shape
+    count, (_, hidden, inner) = experts.count, experts.down.shape
     y = torch.empty((*ids.shape, hidden), dtype=x.dtype, device=x.device) if out is None else out
     if ids.numel() == 0:
         return y
     eight = by_eights(x, ids, experts)
-    if not eight and alone(x, ids, experts.down):
+    if not eight and alone(x, ids, experts.down, count):
         return matvec.chosen_mlp(x, ids, experts, activation, y)
     if not y.is_contiguous():
         return y.copy_(expert_mlp(x, ids, experts, activation))

@@ -213,7 +213,7 @@ def takes(x, ids, experts):
 
     Small matrices are not: products with float32 are exact there (exact.py).
     """
-    few = ids.numel() <= max(ALONE, experts.down.shape[0] // 2) and ids.is_contiguous() and x.stride(-1) == 1
+    few = ids.numel() <= max(ALONE, experts.count // 2) and ids.is_contiguous() and x.stride(-1) == 1
     weights = (experts.gate, experts.up, experts.down)
     if not few or any(isinstance(w, torch.Tensor) or hasattr(w, "addresses") for w in weights):
         return False

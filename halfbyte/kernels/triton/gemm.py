@@ -337,14 +337,18 @@ def in_assembly(x, form):
     return form.mode == "affine" and x.dtype == torch.bfloat16 and not INTERPRETED and facts(x.device).capability >= 80
 
 
-def few(M, style, group):
-    """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages for this many rows.
+MANY = 1 << 16  # outputs, as a vocabulary's
+
+
+def few(M, N, style, group):
+    """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages for this many rows by N outputs.
 
     2026-11-15, H200, 12288 x 4096 in 4 bits: 16 rows take 20 us (two splits; one 27), 64 rows 35, 128 rows 44 to 49.
+    2026-11-16, 248320 x 2048, 32 rows: 132 us; 150 with 64 outputs a program.
     """
     tall = min(128, max(16, triton.next_power_of_2(M)))
     if style == "codes":
-        return (tall, 64, group, 4, 4)
+        return (tall, 128 if N >= MANY and tall < 128 else 64, group, 4, 4)
     if style == "bf16":
         return (min(tall, 64), 64, 64, 4, 3)
     return (min(tall, 32), 64, 32, 4, 2)
@@ -365,7 +369,7 @@ def fused(x, w, transpose, y, sizes=None, splits=None):
     given = operand(w)
     style = style_of(x, given, K, transpose)
     rows = 1 if steady(M) else M  # for which sizes are chosen
-    block_m, block_n, block_k, warps, stages = sizes or few(rows, style, given.format.group)
+    block_m, block_n, block_k, warps, stages = sizes or few(rows, y.shape[-1], style, given.format.group)
     out, step = (block_n, block_k) if transpose else (block_k, block_n)
     grid = (triton.cdiv(M, block_m), triton.cdiv(y.shape[-1], out), H)
     if splits is None:
@@ -390,7 +394,8 @@ def fused(x, w, transpose, y, sizes=None, splits=None):
 # 2026-11-15, H200, 12288 x 4096 in 4 bits: up to 128 rows the kernel above is faster (128: 44 to 49 us, library 67;
 # 256: 96 and 72). Slabs of 20 MB stay in an L2 of 50 MB: 2048 rows take 306 us instead of 311, but 512 rows take 112
 # instead of 104, as smaller products fill the chip less well. Codes of other widths take more instructions.
-ROWS_FUSED, ROWS_OTHERS = 128, 64
+# 2026-11-16: 128 rows by 9216 x 2048 26 us, library 23; by 5120 x 2048 22 and 14; by 512 x 2048 11 and 7.5; 64 as fast.
+ROWS_FUSED, ROWS_OTHERS, LARGE = 128, 64, 20 << 20  # the most rows: of large matrices, of others
 SLAB, ROWS_IN_SLABS = 20 << 20, 1024
 
 
@@ -443,7 +448,8 @@ def product(x, w, *, transpose=True, out=None):
         x = x.contiguous()
     exact = x.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     same = getattr(w, "dtype", None) == x.dtype
-    limit = ROWS_FUSED if getattr(w, "bits", 0) == 4 else ROWS_OTHERS
+    large = getattr(w, "bits", 0) == 4 and w.shape[-2] * w.shape[-1] >= LARGE
+    limit = ROWS_FUSED if large else ROWS_OTHERS
     if exact and not steady(M) and (same or (limit < M and x.dtype != torch.float16)):
         return by_library(x, w, transpose, y)
     return fused(x, w, transpose, y)

@@ -21,8 +21,8 @@ from .matvec import multiply
 
 __all__ = ["dequantize", "embed", "qmm", "quantize"]
 
-FEW = 4  # rows of x that matvec.py takes
-SEVERAL = 8  # that eights.py takes where it can; by a matrix of up to so many weights, matvec.py where it cannot
+FEW = 4  # rows of x that matvec.py takes where eights.py is not quicker
+SEVERAL = 8  # that it takes of others, of a matrix of up to so many weights
 LITTLE = 1 << 20  # 2026-11-15, H200, 8 rows by 257 x 2048 in 8 bits: 4.9 us, 7.5 by gemm.py
 
 
@@ -39,11 +39,9 @@ def qmm(x, w, *, transpose=True, out=None):
         target = y.view(rows, heads, width)
         if small(x, w):
             multiply_exactly(x, None, w, target, transpose)
-        elif transpose and rows <= FEW and not steady(rows):
-            multiply(x, None, w, target)
-        elif transpose and (rows <= SEVERAL or steady(rows)) and eights.fits(x, w):
+        elif transpose and (steady(rows) or eights.quick(rows, heads * N * K)) and eights.fits(x, w):
             eights.multiply_rows(x, w, target)
-        elif transpose and rows <= SEVERAL and N * K <= LITTLE and not steady(rows):
+        elif transpose and rows <= (SEVERAL if N * K <= LITTLE else FEW) and not steady(rows):
             multiply(x, None, w, target)
         else:
             product(x, w, transpose=transpose, out=target)

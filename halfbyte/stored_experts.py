@@ -1,0 +1,158 @@
+"""The experts of a layer, most of them on disk and some in slots.
+
+Slots are a stack of experts as a layer has one, with the parts and the format of the file. What a layer chose is read
+into slots, its ids become those of the slots, and the op that computes with them is the same as ever, to the last bit.
+While a layer computes with the last of its experts, what the next one will probably choose is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from . import memory
+from .checkpoint.ledger import Mixture
+from .checkpoint.spans import Span
+from .errors import CheckpointError, StorageError
+from .expert_cache import POLICIES, ExpertCache, Key
+from .expert_reader import ExpertReader, Range
+from .expert_shares import Form, Part, Share, parts_of
+from .ops.experts import Experts, Lender, Loan, Projection
+from .ops.formats import Packed
+
+CPU = torch.device("cpu")
+
+
+class Shelf:
+    """The slots of one share: memory, what is in it, and the bytes of each slot as a read fills them."""
+
+    def __init__(self, share: Share, form: Form, policy: str) -> None:
+        self.share, self.cache = share, ExpertCache(share.slots, POLICIES[policy])
+        self.tensors: dict[Part, Tensor] = {}
+        self.views: dict[Part, memoryview] = {}
+        for part, kind, shape in form:
+            span = Span("", kind, (share.slots, *shape), ())
+            flat = memory.allocate(span.size, CPU).zero_()  # taken now: whoever asks what is free must see it
+            self.tensors[part], self.views[part] = flat.view(span.dtype).view(span.shape), flat.numpy().data
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(view) for view in self.views.values())
+
+    def slot(self, part: Part, slot: int) -> memoryview:
+        view = self.views[part]
+        each = len(view) // self.share.slots
+        return view[slot * each : (slot + 1) * each]
+
+
+class Ahead:
+    """What is read before it is asked for: of one layer at a time, by the reader that all layers share."""
+
+    def __init__(self, reader: ExpertReader) -> None:
+        self.reader = reader
+        self.layer: StoredExperts | None = None
+        self.experts: list[int] = []
+
+    def begin(self, layer: StoredExperts, likely: list[int], busy: list[Key]) -> None:
+        """Read as many of these experts as have room beside those that are busy, the likeliest first."""
+        loads = layer.shelf.cache.ahead(layer.layer, likely, busy)
+        if loads:
+            self.layer, self.experts = layer, [expert for (_, expert), _ in loads]
+            with self._nobodys_faults():
+                self.reader.start(layer.ranges(loads))
+
+    def settle(self) -> None:
+        """Wait for what was begun."""
+        if self.layer is not None:
+            with self._nobodys_faults():
+                self.reader.finish()
+            self.layer = None
+
+    @contextmanager
+    def _nobodys_faults(self) -> Generator[None]:
+        """What failed is forgotten, or it would count as read. A fault is nobody's yet: whoever needs that expert reads
+        it again, and meets it."""
+        try:
+            yield
+        except BaseException as error:
+            layer, self.layer = self.layer, None
+            assert layer is not None
+            layer.shelf.cache.forget(layer.layer, self.experts)
+            if not isinstance(error, CheckpointError | StorageError):
+                raise
+
+
+class StoredExperts(Lender):
+    """The experts of one layer, most of them on disk."""
+
+    def __init__(self, layer: int, mixture: Mixture, shelf: Shelf, ahead: Ahead, common: Mapping[str, Tensor]) -> None:
+        self.layer, self.parts, self.shelf, self.ahead = layer, parts_of(mixture), shelf, ahead
+        self.following: StoredExperts | None = None  # the next layer's
+        self.likely: list[int] = []  # what that one will probably choose, the likeliest first
+        gate = mixture.form.gate.shape
+        self.shape = (gate[0], gate[1], gate[2])
+        forms = (mixture.form.gate, mixture.form.up, mixture.form.down)
+        held: list[dict[str, Tensor]] = []
+        for at, spans in enumerate(mixture.parts):
+            tensors, names = shelf.tensors, {name: span.name for name, span in spans.items()}
+            held.append({n: tensors[at, n] if (at, n) in tensors else common[names[n]] for n in spans})
+        self.slots = Experts(*(in_slots(form, tensors) for form, tensors in zip(forms, held, strict=True)))
+
+    def lend(self, ids: Tensor) -> Generator[Loan]:
+        """First what is here, computed while the rest is read. Whatever goes wrong, nothing half read stays known."""
+        cache, flat = self.shelf.cache, ids.reshape(-1).numpy()
+        chosen: list[int] = np.unique(flat).tolist()
+        self.ahead.settle()
+        try:
+            rounds = cache.rounds(self.layer, chosen)
+            now = next(rounds)
+            for later in rounds:
+                with self._reading(later.loads):
+                    if now.keys:
+                        yield self._loan(ids, flat, now.keys, len(chosen))
+                now = later
+            if self.following is not None and self.likely:
+                self.ahead.begin(self.following, self.likely, now.keys)
+                self.likely = []
+            if now.keys:
+                yield self._loan(ids, flat, now.keys, len(chosen))
+        except BaseException:
+            cache.forget(self.layer, chosen)
+            raise
+
+    @contextmanager
+    def _reading(self, loads: list[tuple[Key, int]]) -> Generator[None]:
+        self.ahead.reader.start(self.ranges(loads))
+        yield
+        self.ahead.reader.finish()
+
+    def ranges(self, loads: list[tuple[Key, int]]) -> list[Range]:
+        found = []
+        for (_, expert), slot in loads:
+            for part, span in self.parts.items():
+                stored, start, _ = span.entry(expert)
+                found.append(Range(stored.path, start, stored.name, self.shelf.slot(part, slot)))
+        return found
+
+    def _loan(self, ids: Tensor, flat: NDArray[np.int64], keys: list[Key], chosen: int) -> Loan:
+        table = np.full(self.shape[0], -1, np.int64)
+        for key in keys:
+            table[key[1]] = self.shelf.cache.places[key]
+        slots = table[flat]
+        if len(keys) == chosen:
+            return Loan(self.slots, torch.from_numpy(slots).view(ids.shape))
+        pairs = np.flatnonzero(slots >= 0)
+        return Loan(self.slots, torch.from_numpy(slots[pairs, None]), torch.from_numpy(pairs))
+
+
+def in_slots(form: Projection, tensors: Mapping[str, Tensor]) -> Projection:
+    """A projection in the format of `form`, of other memory."""
+    if not isinstance(form, Packed):
+        return tensors["weight"]
+    words, scales = tensors["weight"], tensors["scales"]
+    return Packed(words, scales, tensors.get("biases"), form.bits, form.group, form.mode, tensors.get("global_scale"))
