@@ -9,7 +9,8 @@ from itertools import islice
 
 from .checkpoint.ledger import Ledger, Mixture
 from .expert_reader import ExpertReader, Range
-from .residency import descriptors_for, expert_bytes, parts_of
+from .expert_shares import expert_bytes, parts_of
+from .residency import descriptors_for
 
 MOST = 256 << 20  # bytes that are read
 TOGETHER = 8  # experts that are asked for at a time, as a layer does

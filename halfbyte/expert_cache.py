@@ -16,7 +16,8 @@ HALF_LIFE = 64  # steps after which having been chosen counts half, for "lfu"
 Key = tuple[int, int]  # layer, expert
 # An expert's score once it is chosen in a step, from the score it had. The least one goes first. Scores only grow,
 # and time does not change their order: so a heap of them stays one.
-Policy = Callable[[float | None, int], float]
+Score = Callable[[float | None, int], float]
+UNCHOSEN = -math.inf  # the score of an expert that was read on a guess: it goes first, unless it is chosen
 
 
 def least_recent(before: float | None, step: int) -> float:
@@ -33,7 +34,21 @@ def least_frequent(before: float | None, step: int) -> float:
     return now if before is None else now + math.log2(1 + 2.0 ** (before - now))
 
 
-POLICIES: dict[str, Policy] = {"lru": least_recent, "lfu": least_frequent}
+class Policy(NamedTuple):
+    score: Score
+    foresees: bool = False  # for every token what the next layer will probably choose, and reads that ahead
+
+
+POLICIES = {
+    "lru": Policy(least_recent),
+    "lfu": Policy(least_frequent),
+    "lfu-ahead": Policy(least_frequent, foresees=True),
+}
+
+
+def certain(choices: int, experts: int) -> bool:
+    """Whether a guess is safe: as many choices as there are experts, as a prompt makes, leave few of them out."""
+    return choices >= experts
 
 
 class Round(NamedTuple):
@@ -46,7 +61,7 @@ class Round(NamedTuple):
 class ExpertCache:
     """So many slots, for the experts of all layers that use them. One thread owns it."""
 
-    def __init__(self, slots: int, policy: Policy = least_frequent) -> None:
+    def __init__(self, slots: int, policy: Policy = POLICIES["lfu"]) -> None:
         self.slots, self.policy = slots, policy
         self.places: dict[Key, int] = {}
         self.free = list(range(slots - 1, -1, -1))
@@ -55,6 +70,7 @@ class ExpertCache:
         self.step, self.layer = 0, -1
         self.hits: Counter[int] = Counter()  # by layer
         self.misses: Counter[int] = Counter()
+        self.read_ahead: Counter[int] = Counter()
 
     @property
     def hit_rate(self) -> float | None:
@@ -89,6 +105,20 @@ class ExpertCache:
             yield Round(now, loads)
             busy = set(now)
 
+    def ahead(self, layer: int, likely: Iterable[int], busy: Iterable[Key]) -> list[tuple[Key, int]]:
+        """Reads of what a layer will probably need, the likeliest first, beside what is computed now.
+
+        Half of the slots at most: the other half is for what that layer has to read then.
+        """
+        keys = [(layer, expert) for expert in likely]
+        taken = {*busy, *(key for key in keys if key in self.places)}
+        room = min(self.slots - len(taken), self.slots // 2)
+        absent = [key for key in keys if key not in self.places][: max(room, 0)]
+        for key in absent:
+            self.scores.setdefault(key, UNCHOSEN)
+        self.read_ahead[layer] += len(absent)
+        return [(key, self._place(key, taken)) for key in absent]
+
     def forget(self, layer: int, experts: Iterable[int]) -> None:
         """These are not here after all: nobody knows what their slots hold."""
         for expert in experts:
@@ -101,7 +131,7 @@ class ExpertCache:
         self.layer = layer
 
     def _touch(self, key: Key) -> None:
-        self.scores[key] = self.policy(self.scores.get(key), self.step)
+        self.scores[key] = self.policy.score(self.scores.get(key), self.step)
         if key in self.places:
             self._push(key)
 

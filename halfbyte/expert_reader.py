@@ -3,6 +3,8 @@
 A stacked expert is nine ranges, or one where a file has it in one place: ranges that touch are read in one call.
 Where the system has no room to keep files in memory, reads go past it, straight from the disk into a page-aligned
 buffer: clearing pages that nobody asks for again, and taking them away from others, costs more than the copy out.
+Numba's kernels hold Python's lock, so threads read in compiled code, which does without it. What that cannot read is
+read again by Python, which says why.
 """
 
 from __future__ import annotations
@@ -10,9 +12,12 @@ from __future__ import annotations
 import logging
 import mmap
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from ctypes import addressof, c_char
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Lock, local
 from typing import NamedTuple
@@ -22,12 +27,14 @@ import numpy as np
 from .checkpoint.descriptors import MOST, Descriptors
 from .checkpoint.reading import BUFFERS, PAGE, fill_pages, fill_views
 from .checkpoint.shards import State
+from .ops import dispatch
 
 log = logging.getLogger(__name__)
 THREADS = 8
 CUT = 2 << 20  # bytes of one read: most experts in one, where a file has them so
 SHARED = 1 << 20  # the same where there is less than that for each thread, so that they share an expert
 STALLED = 5.0  # seconds without an end, after which people are told
+BILLION = 10**9  # nanoseconds in a second
 
 
 class Range(NamedTuple):
@@ -42,13 +49,18 @@ class Range(NamedTuple):
     def stop(self) -> int:
         return self.start + len(self.view)
 
+    @property
+    def address(self) -> int:
+        return address_of(self.view)
+
+
+def address_of(view: memoryview) -> int:
+    return addressof(c_char.from_buffer(view))
+
 
 def of_pages(one: Range) -> bool:
     """Whether a disk can write it where it belongs: whole pages of a file into whole pages of memory."""
-    if one.start % PAGE or len(one.view) % PAGE:
-        return False
-    address: int = np.frombuffer(one.view, np.uint8).ctypes.data
-    return address % PAGE == 0
+    return not (one.start % PAGE or len(one.view) % PAGE or one.address % PAGE)
 
 
 def runs(ranges: Iterable[Range], cut: int) -> list[list[Range]]:
@@ -69,6 +81,61 @@ def runs(ranges: Iterable[Range], cut: int) -> list[list[Range]]:
     return found
 
 
+class Batch:
+    """Runs that threads read together: each takes the next one. The tables are those of kernels/numba/reads.py."""
+
+    def __init__(self, runs: Sequence[list[Range]], descriptors: Mapping[Path, int], buffered: set[Path], threads: int):
+        self.runs, self.threads = runs, min(threads, len(runs))
+        self.bytes = sum(run[-1].stop - run[0].start for run in runs)
+        rows: list[tuple[int, ...]] = []
+        places: list[tuple[int, int]] = []
+        for run in runs:
+            path, first = run[0].path, len(places)
+            places += [(one.address, len(one.view)) for one in run]
+            straight = path in buffered or all(map(of_pages, run))
+            rows.append((descriptors.get(path, -1), run[0].start, run[-1].stop, first, len(places), straight))
+        self.table, self.places = np.array(rows, np.int64), np.array(places, np.int64)
+        self.taken, self.lock = np.zeros(1, np.int64), Lock()
+        self.joined, self.all_joined = 0, Event()
+        self.begun = now()
+        self.ended = np.array([[self.begun // BILLION, self.begun % BILLION]] * self.threads)
+
+    def join(self) -> int:
+        """The number of one more thread that is about to read."""
+        with self.lock:
+            self.joined += 1
+            if self.joined == self.threads:
+                self.all_joined.set()
+            return self.joined - 1
+
+    def take(self) -> int:
+        """The next run, for Python to read; -1 where none is left."""
+        with self.lock:
+            self.taken += 1
+            return int(self.taken[0]) - 1 if self.taken[0] <= len(self.runs) else -1
+
+    def give_up(self) -> None:
+        """Nobody takes another run."""
+        self.taken[0] = len(self.runs)
+        self.all_joined.set()
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the end of the last read."""
+        last = max((second * BILLION + rest for second, rest in self.ended.tolist()), default=self.begun)
+        return (last - self.begun) / BILLION
+
+
+def now() -> int:
+    return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+
+
+@cache
+def compiled_reads() -> Callable[..., int] | None:
+    """Where there is no Numba, Python reads."""
+    return None if find_spec("numba") is None else dispatch.find("numba", "reads", "read_runs")
+
+
 class ExpertReader:
     """Fills memory from files whose states were checked. What it raises is the first fault that a thread met.
 
@@ -81,38 +148,35 @@ class ExpertReader:
         self.files, self.own = Descriptors(files, most_open, direct=direct), local()
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="experts")
         self.threads = threads
-        self.lock = Lock()
         self.bytes, self.calls, self.stalls = 0, 0, 0
         self.seconds = 0.0  # from the start of reads to the end of the last
         self.waited = 0.0  # of these, somebody had nothing else to do
-        self.begun = self.ended = 0.0
         self.jobs: list[Future[None]] = []
-        self.all_begun = Event()
+        self.batch, self.held = Batch([], {}, set(), threads), ExitStack()
         self.paths: set[Path] = set()  # that these jobs read
+        compiled_reads()  # loaded now, not when somebody waits for a read
         for path in list(files)[:most_open]:  # a file that is deleted while it is open can still be read
             with self.files.open(path):
                 pass
 
     def start(self, ranges: Iterable[Range]) -> None:
-        """Begin to fill these. What was begun before is done, or given up by all its threads, when this returns."""
+        """Begin to fill these. What was begun before is done, or given up by all its threads, when this returns.
+
+        It returns once every thread reads: whoever holds Python's lock from then on keeps none of them waiting.
+        """
         wait(self.jobs)
+        self.held.close()
         wanted = list(ranges)
         plenty = sum(len(one.view) for one in wanted) > CUT * self.threads // 2
-        waiting = deque(runs(wanted, CUT if plenty else SHARED))
-        self.paths = {run[0].path for run in waiting}
-        self.begun = time.monotonic()
-        self.jobs = []
-        self.all_begun.clear()
-        if not waiting:
-            self.all_begun.set()
-        for _ in range(min(self.threads, len(waiting))):  # one by one: an interrupt must not lose sight of them
-            self.jobs.append(self.pool.submit(self._work, waiting))
-
-    def drain(self) -> None:
-        """Wait until the last read has begun: a kernel that runs keeps threads from beginning others."""
-        start = time.monotonic()
-        self.all_begun.wait(STALLED)
-        self.waited += time.monotonic() - start
+        found = runs(wanted, CUT if plenty else SHARED)
+        self.paths = {run[0].path for run in found}
+        opened = {path: self.held.enter_context(self.files.open(path)) for path in self._held_open()}
+        self.batch, self.jobs = Batch(found, opened, self.files.buffered, self.threads), []
+        for _ in range(self.batch.threads):  # one by one: an interrupt must not lose sight of them
+            self.jobs.append(self.pool.submit(self._work, self.batch))
+        if self.jobs:
+            self.batch.all_joined.wait(STALLED)
+            self.waited += (now() - self.batch.begun) / BILLION
 
     def finish(self) -> None:
         """Wait until all is filled, from files that are still what they were.
@@ -124,35 +188,45 @@ class ExpertReader:
             self.stalls += 1
             log.warning("reading experts: no end after %.0f s; the disk is slow", time.monotonic() - start)
         self.waited += time.monotonic() - start
-        self.seconds += max(self.ended - self.begun, 0.0)
+        self.held.close()
         for job in self.jobs:
             job.result()
+        self.seconds += self.batch.seconds
+        self.bytes += self.batch.bytes
+        self.calls += len(self.batch.runs)
         for path in self.paths:
             with self.files.open(path) as descriptor:
                 self.files.check(path, descriptor)
 
     def close(self) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)
+        self.held.close()
         self.files.close()
 
-    def _work(self, waiting: deque[list[Range]]) -> None:
-        while True:
-            try:
-                run = waiting.popleft()
-            except IndexError:
-                self.all_begun.set()
-                self.ended = time.monotonic()
-                return
-            if not waiting:
-                self.all_begun.set()
-            try:
-                self._read(run)
-            except BaseException:
-                waiting.clear()
-                self.all_begun.set()
-                raise
+    def _held_open(self) -> set[Path]:
+        """Files that stay open for the whole of a batch; where they are too many, Python opens one at a time."""
+        return self.paths if len(self.paths) <= self.files.most else set()
 
-    def _read(self, run: list[Range]) -> None:
+    def _work(self, batch: Batch) -> None:
+        pages, thread, read = self._pages(), batch.join(), compiled_reads()
+        try:
+            while True:
+                if read is None:
+                    run = batch.take()
+                else:
+                    run = read(
+                        batch.taken, batch.table, batch.places, address_of(pages), PAGE, time.CLOCK_MONOTONIC,
+                        batch.ended[thread],
+                    )  # fmt: skip
+                if run < 0:
+                    return
+                self._read(batch.runs[run], pages)
+                batch.ended[thread] = divmod(now(), BILLION)
+        except BaseException:
+            batch.give_up()
+            raise
+
+    def _read(self, run: list[Range], pages: memoryview) -> None:
         path, start, stop = run[0].path, run[0].start, run[-1].stop
 
         def name(at: int) -> str:
@@ -161,15 +235,12 @@ class ExpertReader:
         with self.files.open(path) as descriptor:
             if path in self.files.buffered or all(map(of_pages, run)):
                 fill_views(descriptor, path, start, [one.view for one in run], name)
-            else:
-                pages, at = self._pages(), start % PAGE
-                fill_pages(descriptor, path, start, stop, pages, name)
-                for one in run:  # by numpy, which lets other threads run meanwhile
-                    np.copyto(np.frombuffer(one.view, np.uint8), np.frombuffer(pages, np.uint8, len(one.view), at))
-                    at += len(one.view)
-        with self.lock:
-            self.bytes += stop - start
-            self.calls += 1
+                return
+            at = start % PAGE
+            fill_pages(descriptor, path, start, stop, pages, name)
+            for one in run:  # by numpy, which lets other threads run meanwhile
+                np.copyto(np.frombuffer(one.view, np.uint8), np.frombuffer(pages, np.uint8, len(one.view), at))
+                at += len(one.view)
 
     def _pages(self) -> memoryview:
         """A thread's own buffer, for a run that begins and ends inside of pages."""

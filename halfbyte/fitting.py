@@ -10,10 +10,11 @@ import torch
 from . import memory
 from .checkpoint.ledger import Ledger
 from .errors import NotEnoughMemory, size
-from .residency import fewest
+from .expert_shares import fewest
 
 CPU = torch.device("cpu")
 WORKING = 256 << 20  # bytes for compiled kernels and for what a step computes with
+GPU_WORKING = 768 << 20  # the same on a GPU, where prompts of 2048 tokens are computed at a time
 TEXTS = 8  # of what is free, this part is left for texts: caches of requests
 TEXT = 8192  # tokens, for which there must be room at least
 
@@ -43,6 +44,25 @@ class Placed(NamedTuple):
 
     cache: int | None  # bytes of them in memory; None: all
     direct: bool  # whether the system has no room to keep what is read of the others
+
+
+class DeviceRoom(NamedTuple):
+    """What of a GPU is left for experts, in bytes."""
+
+    all_fit: bool
+    experts: int
+    most: int  # the same where there is one text alone
+    beside: int  # what all else takes then
+
+
+def device_room(free: int, ledger: Ledger, text: int) -> DeviceRoom:
+    """Dense weights come first, then what a step computes with, and texts: one at least, or their part of the rest."""
+    sizes = {name: span.size for name, span in ledger.wanted.items()}
+    experts = sum(sizes[name] for name in ledger.stacks)
+    dense = sum(sizes.values()) - experts
+    beside = dense + GPU_WORKING + text
+    most = free - beside
+    return DeviceRoom(experts <= most, min(most, most + text - (free - dense) // TEXTS), most, beside)
 
 
 def place(allowed: Allowed, ledger: Ledger, text: int, per_token: int) -> Placed:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .expert_cache import POLICIES, ExpertCache
-from .residency import Share
+from .expert_cache import POLICIES, ExpertCache, certain
+from .expert_shares import Share
+from .foresight import by_votes
 from .routes import Routes
 
 
@@ -17,8 +18,9 @@ class Prediction:
     policy: str
     tokens: int
     needed: int  # experts, of all layers
-    read: int  # of these, from disk
-    bytes_read: int
+    read: int  # of these, the ones that were missing
+    bytes_read: int  # from disk or host memory when they were needed
+    bytes_ahead: int  # on a guess
     by_layer: tuple[float, ...]  # hit rates
 
     @property
@@ -27,25 +29,35 @@ class Prediction:
 
     @property
     def bytes_per_token(self) -> float:
-        return self.bytes_read / self.tokens if self.tokens else 0.0
+        return (self.bytes_read + self.bytes_ahead) / self.tokens if self.tokens else 0.0
 
-    def tokens_per_second(self, resident: float, disk: float) -> float:
-        """`resident`: tokens a second if nothing had to be read; `disk`: bytes a second. Reads overlap with nothing."""
-        return 1 / (1 / resident + self.bytes_per_token / disk)
+    def tokens_per_second(self, resident: float, source: float) -> float:
+        """`resident`: tokens a second if nothing had to be read; `source`: bytes a second of a disk or a bus.
+
+        What is read when it is needed overlaps with nothing, what is read ahead with all that is computed.
+        """
+        ahead = self.bytes_ahead / source / max(self.tokens, 1)
+        return 1 / (max(1 / resident, ahead) + self.bytes_read / source / max(self.tokens, 1))
 
 
 def simulate(routes: Routes, shares: Sequence[Share], policy: str) -> Prediction:
-    needed, read, bytes_read = [0] * routes.layers, [0] * routes.layers, 0
+    """Drive caches as `StoredExperts.lend` does, step by step and layer by layer."""
+    needed, read, of_replies, bytes_ahead = [0] * routes.layers, [0] * routes.layers, 0, 0
     caches = [ExpertCache(share.slots, POLICIES[policy]) for share in shares]
     of_layer = {layer: at for at, share in enumerate(shares) for layer in share.layers}
-    replies = [routes.tokens(step) == 1 for step in routes.steps]
-    for step, counts in zip(routes.steps, replies, strict=True):
-        for layer, ids in enumerate(step):
-            at, chosen = of_layer[layer], sorted(set(ids))
-            loads = sum(len(one.loads) for one in caches[at].rounds(layer, chosen))
-            if counts:
-                needed[layer] += len(chosen)
-                read[layer] += loads
-                bytes_read += loads * shares[at].expert_bytes
+    for step in routes.steps:
+        reply = routes.tokens(step) == 1
+        of_replies += reply
+        for layer, ids in enumerate(step.chosen):
+            chosen = sorted(set(ids))
+            rounds = list(caches[of_layer[layer]].rounds(layer, chosen))
+            needed[layer] += reply * len(chosen)
+            read[layer] += reply * sum(len(one.loads) for one in rounds)
+            following = layer + 1
+            if following < routes.layers and (POLICIES[policy].foresees or certain(len(ids), routes.experts)):
+                at = of_layer[following]
+                loads = caches[at].ahead(following, by_votes(step.guessed[layer]), rounds[-1].keys)
+                bytes_ahead += reply * len(loads) * shares[at].expert_bytes
+    bytes_read = sum(count * shares[of_layer[layer]].expert_bytes for layer, count in enumerate(read))
     rates = tuple(1 - less / all if all else 0.0 for less, all in zip(read, needed, strict=True))
-    return Prediction(policy, sum(replies), sum(needed), sum(read), bytes_read, rates)
+    return Prediction(policy, of_replies, sum(needed), sum(read), bytes_read, bytes_ahead, rates)

@@ -81,6 +81,32 @@ def test_the_past_of_an_expert_that_left_counts():
     assert cache.places.keys() == {(0, 0), (0, 1)}, "back, in the place of the expert that was chosen once"
 
 
+def test_what_is_likely_is_read_beside_what_is_computed():
+    """Half of the slots at most, the likeliest first, and never in the place of what is busy or likely itself."""
+    cache = ExpertCache(6)
+    run(cache, 0, [0, 1, 2, 3])
+    run(cache, 1, [7])
+    loads = cache.ahead(1, [9, 7, 8, 5, 4], busy=[(0, 2), (0, 3)])
+    assert [key for key, _ in loads] == [(1, 9), (1, 8), (1, 5)] and cache.read_ahead == {1: 3}
+    assert cache.places.keys() == {(0, 2), (0, 3), (1, 7), (1, 9), (1, 8), (1, 5)}
+    assert run(cache, 1, [4, 7, 9]) == [4] and (cache.hits[1], cache.misses[1]) == (2, 2)
+
+
+def test_without_room_nothing_is_read_ahead():
+    cache = ExpertCache(2)
+    run(cache, 0, [0, 1])
+    assert cache.ahead(1, [0, 1], busy=[(0, 0), (0, 1)]) == []
+    assert cache.ahead(1, [], busy=[]) == []
+
+
+def test_a_wrong_guess_goes_first():
+    cache = ExpertCache(4)
+    run(cache, 0, [0, 1, 2])
+    assert [key for key, _ in cache.ahead(1, [5], busy=[])] == [(1, 5)]
+    assert run(cache, 1, [6]) == [6]
+    assert cache.places.keys() == {(0, 0), (0, 1), (0, 2), (1, 6)}
+
+
 def test_forgotten_experts_are_read_again():
     cache = ExpertCache(3)
     run(cache, 0, [0, 1])

@@ -10,7 +10,9 @@ import resource
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -20,6 +22,17 @@ from test_reading import limited
 from halfbyte import expert_reader
 from halfbyte.errors import CheckpointError, StorageError
 from halfbyte.loading import load_model
+
+
+@pytest.fixture
+def preadv(monkeypatch):
+    """`preadv(stand_in)` puts another function in the place of os.preadv: Python then reads, not compiled code."""
+
+    def put(stand_in):
+        monkeypatch.setattr(expert_reader, "compiled_reads", lambda: None)
+        monkeypatch.setattr(os, "preadv", stand_in)
+
+    return put
 
 
 def test_row_55_deleted_while_it_runs(resident, copied, caplog):
@@ -51,7 +64,53 @@ def test_row_56_overwritten_while_it_runs(copied):
         tokens(model)
 
 
-def test_row_57_interrupts_and_short_reads(resident, monkeypatch):
+def test_row_56_cut_while_it_reads_ahead(resident, copied):
+    """A guess that cannot be read is nobody's error; an expert that is needed is."""
+    model = load_model(copied, expert_cache=budget_of(TINY, 16), expert_policy="lfu-ahead")
+    assert tokens(model) == tokens(resident) and model.residency.shelves[0].cache.read_ahead
+    whole = shard(copied).read_bytes()
+    os.truncate(shard(copied), 2000)
+    (cache,) = (shelf.cache for shelf in model.residency.shelves)
+    first = next(iter(model.residency.lenders.values()))
+    first.ahead.begin(first.following, list(range(16)), [])
+    first.ahead.settle()
+    assert not any(key in cache.places for key in [(1, expert) for expert in first.ahead.experts])
+    with pytest.raises(CheckpointError, match="it ends at byte"):
+        tokens(model)
+    shard(copied).write_bytes(whole)
+    with pytest.raises(CheckpointError, match="changed after it had been checked"):
+        tokens(model)
+
+
+def test_a_guess_whose_reads_do_not_begin_is_forgotten(resident, monkeypatch):
+    model = load_model(TINY, expert_cache=budget_of(TINY, 16), expert_policy="lfu-ahead")
+    first = next(iter(model.residency.lenders.values()))
+    cache = first.shelf.cache
+    for error, is_raised in ((StorageError("no file"), False), (MemoryError(), True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(model.residency.reader, "start", Mock(side_effect=error))
+            with pytest.raises(MemoryError) if is_raised else nullcontext():
+                first.ahead.begin(first.following, list(range(16)), [])
+        assert first.ahead.experts and not any((1, expert) in cache.places for expert in first.ahead.experts)
+        assert tokens(model) == tokens(resident)
+
+
+def test_compiled_code_leaves_to_python_what_it_cannot_read(resident, monkeypatch):
+    """Descriptors that are none: the system refuses each of its reads, and Python opens the files itself."""
+    model = load_model(TINY, expert_cache=budget_of(TINY, 5))
+    monkeypatch.setattr(model.residency.reader, "_held_open", set)
+    read, real = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: read.append(n := real(fd, views, at)) or n)
+    assert tokens(model, 3) == tokens(resident, 3) and sum(read) == model.residency.reader.bytes
+
+
+def test_compiled_code_reads_what_is_there(resident, monkeypatch):
+    model = load_model(TINY, expert_cache=budget_of(TINY, 5))
+    monkeypatch.setattr(os, "preadv", lambda *args: pytest.fail("Python reads"))
+    assert tokens(model, 3) == tokens(resident, 3)
+
+
+def test_row_57_interrupts_and_short_reads(resident, preadv):
     model = load_model(TINY, expert_cache=budget_of(TINY, 5))
     lock, turns = threading.Lock(), iter(range(10**9))
 
@@ -62,11 +121,11 @@ def test_row_57_interrupts_and_short_reads(resident, monkeypatch):
             raise InterruptedError
         return real(fd, [views[0][: 13 + len(views[0]) // 2]], at)
 
-    monkeypatch.setattr(os, "preadv", stutter)
+    preadv(stutter)
     assert tokens(model, 3) == tokens(resident, 3)
 
 
-def test_row_57_a_disk_that_fails_once(resident, monkeypatch):
+def test_row_57_a_disk_that_fails_once(resident, monkeypatch, preadv):
     """The request gets the error; the next one gets the right tokens: nothing half read counts as read."""
     model, real = load_model(TINY, expert_cache=budget_of(TINY, 40)), os.preadv
     expected = tokens(resident)
@@ -79,7 +138,7 @@ def test_row_57_a_disk_that_fails_once(resident, monkeypatch):
             views[0][:] = bytes(len(views[0]))
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        monkeypatch.setattr(os, "preadv", fail)
+        preadv(fail)
         with pytest.raises(StorageError, match=r"reading at byte \d+: Input/output error") as caught:
             tokens(model)
         assert caught.value.exit_code == 5 and "model.safetensors" in str(caught.value)
@@ -87,7 +146,7 @@ def test_row_57_a_disk_that_fails_once(resident, monkeypatch):
         assert tokens(model) == expected
 
 
-def test_an_interrupt_while_it_waits_leaves_nothing_half_read(resident, monkeypatch):
+def test_an_interrupt_while_it_waits_leaves_nothing_half_read(resident, monkeypatch, preadv):
     """Ctrl-C, and threads that go on writing into their slots: whoever reads next waits for them."""
     model, real, expected = load_model(TINY, expert_cache=budget_of(TINY, 6)), os.preadv, tokens(resident)
     reader = model.residency.reader
@@ -105,14 +164,14 @@ def test_an_interrupt_while_it_waits_leaves_nothing_half_read(resident, monkeypa
             finish()
 
         monkeypatch.setattr(reader, "finish", interrupted)
-        monkeypatch.setattr(os, "preadv", slow)
+        preadv(slow)
         with pytest.raises(KeyboardInterrupt):
             tokens(model)
         monkeypatch.undo()
         assert tokens(model) == expected
 
 
-def test_row_57_a_disk_that_stalls(resident, monkeypatch, caplog):
+def test_row_57_a_disk_that_stalls(resident, monkeypatch, preadv, caplog):
     model, real = load_model(TINY, expert_cache=budget_of(TINY, 128)), os.preadv
     once = iter([0.3])
 
@@ -120,7 +179,7 @@ def test_row_57_a_disk_that_stalls(resident, monkeypatch, caplog):
         threading.Event().wait(next(once, 0))
         return real(fd, views, at)
 
-    monkeypatch.setattr(os, "preadv", stall)
+    preadv(stall)
     monkeypatch.setattr(expert_reader, "STALLED", 0.1)
     with caplog.at_level(logging.WARNING):
         assert tokens(model, 3) == tokens(resident, 3)

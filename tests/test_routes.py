@@ -11,15 +11,22 @@ from halfbyte.accounting import skeleton
 from halfbyte.commands.numbers import byte_count
 from halfbyte.errors import CheckpointError
 from halfbyte.expert_cache import POLICIES
+from halfbyte.expert_shares import plan
+from halfbyte.foresight import blocks_of, neighbours
 from halfbyte.loading import load_model
 from halfbyte.ops.dispatch import reference
-from halfbyte.residency import plan
 from halfbyte.routes import Routes
 from halfbyte.simulation import simulate
+
+GUESSES = [[0, 1, 2, 3]] * 7
 
 
 def of(model):
     return Routes(model.fingerprint, len(mixtures_of(TINY)), model.expert_count, model.experts_per_token)
+
+
+def recording(routes, model):
+    return routes.recording(model.layers)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +34,7 @@ def recorded():
     """A prompt of 12 tokens and a reply of 30, computed with all experts in memory."""
     model = load_model(TINY)
     found = of(model)
-    with found.recording():
+    with recording(found, model):
         made = tokens(model, 30)
     return found, made
 
@@ -35,15 +42,38 @@ def recorded():
 def test_every_step_and_layer_is_written_down(recorded):
     found, made = recorded
     assert [found.tokens(step) for step in found.steps] == [12] + [1] * (len(made) - 1)
-    assert all(len(step) == 8 and len(set(ids)) == 4 for step in found.steps[1:] for ids in step)
+    assert all([len(part) for part in step] == [8, 7, 7] for step in found.steps)
+    assert all(len(set(ids)) == 4 for step in found.steps[1:] for part in step for ids in part)
+
+
+def test_the_next_layers_choices_are_foreseen(recorded):
+    """Of four experts of sixteen, one would be right by chance; the stream says more than another layer's input."""
+
+    def right(part):
+        pairs = [
+            pair for step in recorded[0].steps[1:] for pair in zip(step.chosen[1:], getattr(step, part), strict=True)
+        ]
+        return sum(len({*ids} & {*guess}) for ids, guess in pairs) / len(pairs)
+
+    assert right("from_stream") > right("guessed") > 1.5
+
+
+def test_routers_are_as_they_were_after_a_recording():
+    model = load_model(TINY, expert_cache=budget_of(TINY, 5), expert_policy="lfu-ahead")
+    before = [block.router for block in blocks_of(model.layers)]
+    with recording(of(model), model):
+        assert all(block.router not in before for block in blocks_of(model.layers)[:-1])
+        assert all(layer.foresee is not None for layer, _ in neighbours(model.layers))
+    assert [block.router for block in blocks_of(model.layers)] == before
+    assert all(layer.foresee is None for layer, _ in neighbours(model.layers))
 
 
 def test_the_torch_body_is_recorded_too():
     model = load_model(TINY)
     found, again = of(model), of(model)
-    with found.recording(), reference():
+    with recording(found, model), reference():
         expected = tokens(model, 2)
-    with reference(), again.recording():
+    with reference(), recording(again, model):
         assert tokens(model, 2) == expected
     assert found.steps == again.steps and len(found.steps) == 2
 
@@ -56,19 +86,23 @@ def test_a_simulation_is_the_run(recorded, policy, slots):
     budget = budget_of(TINY, slots)
     model = load_model(TINY, expert_cache=budget, expert_policy=policy)
     own = of(model)
-    with own.recording():
+    with recording(own, model):
         assert tokens(model, 30) == made
     assert own.steps == found.steps, "ids are the model's, not those of slots"
     predicted = simulate(found, plan(mixtures_of(TINY), budget, 4), policy)
     (shelf,) = model.residency.shelves
     prompt = Routes(found.fingerprint, 8, 16, 4, found.steps[:1])
     assert simulate(prompt, model.residency.shares, policy).needed == 0
-    of_prompt = sum(len(set(ids)) for ids in found.steps[0])
+    of_prompt = sum(len(set(ids)) for ids in found.steps[0].chosen)
     assert predicted.needed == model.residency.reads.needed - of_prompt == 8 * 4 * (len(made) - 1)
     assert 0 <= model.residency.reads.missing - predicted.read <= of_prompt
     assert predicted.bytes_read == predicted.read * shelf.share.expert_bytes
+    assert predicted.bytes_ahead == 0 or policy == "lfu-ahead"
+    ahead = shelf.cache.read_ahead.total() * shelf.share.expert_bytes
+    assert 0 <= ahead - predicted.bytes_ahead <= 7 * (slots // 2) * shelf.share.expert_bytes
     if slots == 128:
-        assert predicted.hit_rate > 0.9 and model.residency.reads.missing == len(shelf.cache.places)
+        read = model.residency.reads.missing + shelf.cache.read_ahead.total()
+        assert predicted.hit_rate > 0.9 and read == len(shelf.cache.places)
 
 
 def test_speed_is_that_of_memory_and_disk_together(recorded):
@@ -93,12 +127,18 @@ def test_saved_and_read(recorded, tmp_path):
         lambda lines: [lines[0].replace('"layers": 8', '"layers": 7'), *lines[1:]],
         lambda lines: [lines[0].replace('"layers": 8', '"layers": 1e9'), *lines[1:]],
         lambda lines: [lines[0].replace('"per_token": 4', '"per_token": 0'), *lines[1:]],
-        lambda lines: [lines[0].replace('"routes": 1', '"routes": 2'), *lines[1:]],
+        lambda lines: [lines[0].replace('"routes": 3', '"routes": 2'), *lines[1:]],
         lambda lines: [*lines, "[[16,1,2,3]]"],
-        lambda lines: [*lines, json.dumps([[0, 1, 2, 16]] * 8)],
-        lambda lines: [*lines, json.dumps([[0, 1, 2, True]] * 8)],
-        lambda lines: [*lines, json.dumps([[0, 1, 2]] * 8)],
-        lambda lines: [*lines, json.dumps([[0, 1, 2, 3]] * 7 + [[]])],
+        lambda lines: [*lines, json.dumps([[[0, 1, 2, 16]] * 8, GUESSES, GUESSES])],
+        lambda lines: [*lines, json.dumps([[[0, 1, 2, True]] * 8, GUESSES, GUESSES])],
+        lambda lines: [*lines, json.dumps([[[0, 1, 2]] * 8, [[0, 1, 2]] * 7, [[]] * 7])],
+        lambda lines: [*lines, json.dumps([[[0, 1, 2, 3]] * 7 + [[]], GUESSES, GUESSES])],
+        lambda lines: [*lines, json.dumps([[[0, 1, 2, 3]] * 8, [[0, 1, 2, 3]] * 8, GUESSES])],
+        lambda lines: [*lines, json.dumps([[[0, 1, 2, 3]] * 8, GUESSES])],
+        lambda lines: [*lines, json.dumps([[[0, 1, 2, 3]] * 8, GUESSES, 7])],
+        lambda lines: [*lines, json.dumps([[[0, 1, 2, 3]] * 8, GUESSES, [0] * 7])],
+        lambda lines: [*lines, json.dumps([[[0, 1, 2, 3]] * 8, GUESSES, [[0, 1, 2]] * 7])],
+        lambda lines: [*lines, json.dumps([[[0, 1, 2, 3]] * 8, GUESSES, [[]] * 6])],
         lambda lines: [*lines[:-1], lines[-1][:20]],
     ],
 )
@@ -150,7 +190,7 @@ def test_what_is_no_size(text):
 
 def test_refusals(tmp_path, capsys):
     """A cache that is too small names the least; routes of another model are refused."""
-    found = Routes("another", 8, 16, 4, [[[0, 1, 2, 3]] * 8])
+    found = Routes("another", 8, 16, 4, [routes.Step([[0, 1, 2, 3]] * 8, GUESSES, GUESSES)])
     found.save(tmp_path / "routes")
     assert cli.main(["plan", "tiny", "--trace", str(tmp_path / "routes")]) == 2
     assert "another model" in capsys.readouterr().err

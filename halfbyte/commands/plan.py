@@ -6,18 +6,20 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import NotEnoughMemory, UsageError, size
+from ..errors import NotEnoughMemory, size
 from .arguments import add_memory, allowed
+from .numbers import positive
+from .plan_trace import Gpu, beside_gpu, on_disk, recorded
 from .pull import located
 from .terminal import show
 
 if TYPE_CHECKING:
+    import torch
+
     from ..accounting import Account
-    from ..checkpoint import Checkpoint
     from ..checkpoint.ledger import Ledger
     from ..fitting import Allowed
 
-PARTS = (0.1, 0.25, 0.5, 0.75)  # of all experts in memory, where no --expert-cache says how much
 STATE_ROUND_TRIP = 2  # recurrent states are read and written
 
 
@@ -28,7 +30,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--trace", type=Path, metavar="FILE",
-        help="routes that `bench --record-routes` wrote: say what an expert cache would do with them",
+        help="routes that `bench --record-routes` wrote: say what an expert cache would do with them, or with "
+        "--gpu-memory a GPU of that size beside experts in host memory",
+    )  # fmt: skip
+    parser.add_argument(
+        "--copy-gbps", type=positive, metavar="X",
+        help="GB/s from host memory to a CUDA GPU (default: measured, where there is one)",
     )  # fmt: skip
     add_memory(parser)
 
@@ -73,12 +80,36 @@ def run(args: argparse.Namespace) -> int:
         tiers = tiered(limits, ledger, account, bandwidth)
         values |= tiers
         rows += described_tiers(tiers)
+    gpu = known_gpu(args, limits, device, have, bandwidth / moved, bool(ledger.mixtures))
+    if device.type == "cuda" and gpu is not None and gpu.bus is not None:
+        beside = beside_device(ledger, account, have, bandwidth, gpu.bus)
+        values |= beside
+        rows += described_beside(beside)
     if args.trace is not None:
-        values["expert_caches"] = caches = predicted(args, checkpoint, ledger, account, bandwidth / moved)
-        rows += [("experts", f"{size(account.experts)}, read at {size(round(caches[0]['disk_bytes_per_second']))}/s")]
-        rows += [(f"  {one['policy']}, {size(one['cache_bytes'])}", described(one)) for one in caches]
+        trace, foretold = recorded(args.trace, checkpoint, ledger, account), []
+        if gpu is not None:
+            foretold += [beside_gpu(trace, ledger, account, gpu, slots_beside(ledger, account, gpu.free))]
+        if gpu is None or limits.expert_cache is not None:
+            foretold += [on_disk(trace, ledger, account, limits.expert_cache, bandwidth / moved)]
+        for found, lines in foretold:
+            values |= found
+            rows += lines
     show(values, rows, args.json)
     return 0
+
+
+def known_gpu(
+    args: argparse.Namespace, limits: Allowed, device: torch.device, have: int, resident: float, experts: bool
+) -> Gpu | None:
+    """The CUDA GPU that experts of host memory would be beside: the one here, or one that --gpu-memory speaks of."""
+    here = device.type == "cuda"
+    elsewhere = limits.gpu_memory if device.type == "cpu" and args.trace is not None else None
+    free = have if here else elsewhere
+    if free is None or not limits.fit or not experts:
+        if args.copy_gbps is not None:
+            args.parser.error("argument --copy-gbps: for experts beside a CUDA GPU, or --trace with --gpu-memory")
+        return None
+    return Gpu(free, copy_bandwidth(device.type, args.copy_gbps), resident if here else None)
 
 
 def tiered(limits: Allowed, ledger: Ledger, account: Account, bandwidth: float) -> dict[str, Any]:
@@ -108,6 +139,61 @@ def tiered(limits: Allowed, ledger: Ledger, account: Account, bandwidth: float) 
     }  # fmt: skip
 
 
+def beside_device(ledger: Ledger, account: Account, have: int, bandwidth: float, bus: float) -> dict[str, Any]:
+    """The same with a GPU that has `have` bytes: experts that have no room there come from host memory."""
+    import torch
+
+    from .. import memory
+
+    try:
+        slots = slots_beside(ledger, account, have)
+    except NotEnoughMemory as error:
+        return {"experts_in_host_memory_bytes": None, "even_so": str(error)}
+    if slots is None:
+        return {"experts_in_host_memory_bytes": 0}
+    if (free := memory.available(torch.device("cpu"))) < account.experts:
+        said = f"host memory has {size(free)} for {size(account.experts)} of experts"
+        return {"experts_in_host_memory_bytes": None, "even_so": said}
+    missing = 1 - sum(slots) / (len(slots) * account.expert_count)
+    copied = missing * account.experts * account.experts_per_token / account.expert_count
+    seconds = (account.read_per_token + STATE_ROUND_TRIP * account.cache_fixed) / bandwidth
+    return {
+        "host_bytes": account.experts, "experts_in_host_memory_bytes": account.experts, "expert_slots_per_layer": slots,
+        "experts_copied_per_token": missing * account.experts_per_token * len(slots), "copied_bytes_per_token": copied,
+        "bus_bytes_per_second": bus, "tokens_per_second_beside": 1 / max(seconds, copied / bus),
+    }  # fmt: skip
+
+
+def slots_beside(ledger: Ledger, account: Account, free: int) -> list[int] | None:
+    """The slots that a run would give each layer on a GPU of so many bytes; None where all experts have room there."""
+    from ..device_experts import plan
+    from ..fitting import TEXT, device_room
+
+    room = device_room(free, ledger, account.cache(min(account.context, TEXT)))
+    if room.all_fit:
+        return None
+    mixtures = list(ledger.mixtures.values())
+    return plan(mixtures, room.experts, room.most, account.experts_per_token, room.beside)
+
+
+def described_beside(beside: dict[str, Any]) -> list[tuple[str, str]]:
+    if not beside["experts_in_host_memory_bytes"]:
+        return [("even so", beside["even_so"])] if "even_so" in beside else []
+    slots = beside["expert_slots_per_layer"]
+    return [
+        (
+            "in host memory",
+            f"{size(beside['experts_in_host_memory_bytes'])} of experts; {min(slots)} a layer on the GPU",
+        ),
+        (
+            "a token",
+            f"copies {beside['experts_copied_per_token']:.0f} experts, {size(round(beside['copied_bytes_per_token']))} "
+            f"at {size(round(beside['bus_bytes_per_second']))}/s, if it is as likely to choose one as another: "
+            f"{beside['tokens_per_second_beside']:.1f} tok/s at most",
+        ),
+    ]
+
+
 def described_tiers(tiers: dict[str, Any]) -> list[tuple[str, str]]:
     if tiers["expert_cache_bytes"] is None:
         return [("even so", tiers["even_so"])] if "even_so" in tiers else []
@@ -123,41 +209,6 @@ def described_tiers(tiers: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def predicted(
-    args: argparse.Namespace, checkpoint: Checkpoint, ledger: Ledger, account: Account, resident: float
-) -> list[dict[str, Any]]:
-    """What each policy would do on the recorded routes, with the cache that was asked for or with several."""
-    from .. import residency, routes, simulation
-    from ..disk import expert_bandwidth
-    from ..expert_cache import POLICIES
-
-    trace, mixtures = routes.read(args.trace), list(ledger.mixtures.values())
-    if trace.fingerprint != checkpoint.fingerprint:
-        raise UsageError(f"{args.trace}: it was recorded with another model. {routes.AGAIN}")
-    if not any(trace.tokens(step) == 1 for step in trace.steps):
-        raise UsageError(f"{args.trace}: it holds no reply, only prompts. {routes.AGAIN}")
-    least = sum(share.nbytes for share in residency.fewest(mixtures, account.experts_per_token))
-    usual = sorted({max(round(part * account.experts), least) for part in PARTS})
-    budgets = usual if args.expert_cache is None else [args.expert_cache]
-    shares = [residency.plan(mixtures, budget, account.experts_per_token) for budget in budgets]
-    disk, found = expert_bandwidth(ledger), []
-    for share, policy in ((share, policy) for share in shares for policy in POLICIES):
-        one = simulation.simulate(trace, share, policy)
-        found.append({
-            "policy": policy, "cache_bytes": sum(part.nbytes for part in share), "hit_rate": one.hit_rate,
-            "hit_rate_by_layer": one.by_layer, "disk_bytes_per_token": one.bytes_per_token,
-            "disk_bytes_per_second": disk, "tokens_per_second_at_most": one.tokens_per_second(resident, disk),
-        })  # fmt: skip
-    return found
-
-
-def described(one: dict[str, Any]) -> str:
-    return (
-        f"{one['hit_rate']:.1%} found in memory, {size(round(one['disk_bytes_per_token']))} read a token: "
-        f"{one['tokens_per_second_at_most']:.1f} tok/s at most"
-    )
-
-
 def read_bandwidth(device: str) -> float:
     if device == "cuda":
         from ..cuda import read_bandwidth as measured
@@ -166,3 +217,14 @@ def read_bandwidth(device: str) -> float:
     from ..machine import ReadProbe
 
     return ReadProbe().bandwidth()
+
+
+def copy_bandwidth(device: str, stated: float | None) -> float | None:
+    """Bytes a second from host memory to a GPU: as stated, or measured, or unknown."""
+    if stated is not None:
+        return stated * 1e9
+    if device != "cuda":
+        return None
+    from ..cuda import bus_bandwidth
+
+    return bus_bandwidth()
