@@ -57,6 +57,8 @@ def server(args):
         words(folder, model.vocabulary)
         tokenizer = Tokenizer.open(folder, model.vocabulary)
     service = Service(model, tokenizer, [args.model], settings)
+    while service.scheduler.recordings.left:  # as an idle server does
+        service.scheduler.recordings.record()
     sock = process.listen("127.0.0.1", 0)
     print(json.dumps({"port": sock.getsockname()[1], "alone": alone}), flush=True)
     made = app.create(service, keys=[], hosts=["127.0.0.1"], origins=[], fatal=lambda: None)

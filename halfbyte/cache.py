@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -43,7 +44,10 @@ class Snapshot:
 
 
 class Cache:
-    """The state of up to `slots` requests of at most `capacity` tokens, computed in runs of at most `chunk` tokens."""
+    """The state of up to `slots` requests of at most `capacity` tokens, computed in runs of at most `chunk` tokens.
+
+    `padding`: some slots more, nobody's, for rows that fill a step up to a size that is recorded; on a GPU by default.
+    """
 
     def __init__(
         self,
@@ -54,17 +58,20 @@ class Cache:
         chunk: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        padding: int | None = None,
     ) -> None:
         self.kept, self.slots, self.chunk = tuple(kept), slots, chunk
         self.device, self.dtype = torch.device(device), dtype
-        self.lengths = [0] * slots
+        self.padding = range(slots, slots + (padding_of(slots, self.device) if padding is None else padding))
+        self.lengths = [0] * self.padding.stop
         self.capacity = capacity
         self.layers = self._made(capacity)
 
+    @torch.inference_mode(False)
     def _made(self, capacity: int) -> list[dict[str, Tensor]]:
         return [
             {
-                name: torch.zeros(self.slots, *shape, dtype=dtype, device=self.device)
+                name: torch.zeros(self.padding.stop, *shape, dtype=dtype, device=self.device)
                 for name, (shape, dtype) in one.shapes(capacity, self.chunk, self.dtype).items()
             }
             for one in self.kept
@@ -106,9 +113,9 @@ class Cache:
     def reset(self, slot: int) -> None:
         """Forget a request. Rows past a length are never read, but recurrent states are."""
         self.lengths[slot] = 0
-        for one, layer in zip(self.kept, self.layers, strict=True):
-            for name in one.fixed:
-                layer[name][slot] = 0
+        layers = zip(self.kept, self.layers, strict=True)
+        if states := [layer[name][slot] for one, layer in layers for name in one.fixed]:
+            torch._foreach_zero_(states)
 
     def snapshot(self, slot: int) -> Snapshot:
         """Rows come out in the order of their tokens, so that a cache of another size can take them."""
@@ -148,7 +155,17 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        return bytes_of(self.kept, self.slots, self.capacity, self.chunk, self.dtype)
+        return bytes_of(self.kept, self.padding.stop, self.capacity, self.chunk, self.dtype)
+
+
+def step_sizes(slots: int, device: torch.device) -> list[int]:
+    """How many answers a recorded step may have: any number, or on a GPU, where recording takes time, few numbers."""
+    return [size for size in range(1, slots + 1) if device.type != "cuda" or size in (1, 2, slots) or size % 4 == 0]
+
+
+def padding_of(slots: int, device: torch.device) -> int:
+    """The most rows that fill a step up to its size."""
+    return max((larger - size - 1 for size, larger in pairwise(step_sizes(slots, device))), default=0)
 
 
 def bytes_of(kept: Sequence[Kept], slots: int, capacity: int, chunk: int, dtype: torch.dtype) -> int:

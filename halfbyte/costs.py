@@ -134,6 +134,27 @@ def _recurrent(state_at: int, flops_each: Callable[[Any], float]) -> Callable[..
     return counted
 
 
+def _chosen_slots(plain: Cost, args: Any, given: Any, result: Any) -> Cost:
+    ids, (table, counts) = args
+    return Cost(whole(ids, table, counts), whole(result, table, counts))
+
+
+def _copied(plain: Cost, args: Any, given: Any, result: Any) -> Cost:
+    """As many experts as were missing, over the bus and into their slots."""
+    loads, sources, targets = args
+    count = int((loads[:, 0] >= 0).sum())
+    read, written = ({place(part): count * part[0].nbytes for part in parts} for parts in (sources, targets))
+    return Cost(read, written)
+
+
+def _layer(plain: Cost, args: Any, given: Any, result: Any) -> Cost:
+    return Cost(whole(args[1]), whole(args[0]))
+
+
+def _nothing(plain: Cost, args: Any, given: Any, result: Any) -> Cost:
+    return Cost({}, {})
+
+
 SPECIAL: dict[str, Callable[..., Cost]] = {
     "qmm": _product,
     "embed": _rows,
@@ -141,6 +162,12 @@ SPECIAL: dict[str, Callable[..., Cost]] = {
     "expert_mlp": _stacks(lambda args: [args[2].gate, args[2].up, args[2].down]),
     "gate_and_up": _stacks(lambda args: [args[2].gate, args[2].up]),
     "down_and_add": _stacks(lambda args: [args[4]]),
+    "assign_slots": _chosen_slots,
+    "fill_slots": _copied,
+    "foresee": _nothing,
+    "copy_ahead": _nothing,
+    "copy_layer": _layer,
+    "join": _nothing,
     "attention": _attention,
     "latent_attention": _attention,
     "append": _append,

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from .cache import Cache
-from .graph import Call, record, run_all
+from .fusion.reuse import share_memory
+from .graph import Call, addresses, record, run_all
 from .models.decoder import Decoder
+from .ops.dispatch import LANGUAGE_OF, cpu_activations, find, is_deterministic
 from .ops.sampling import Sampling, sample
-from .replaying import Replay, fused, shelf, upload
+from .replaying import Replay, fused, shelf
 from .sampling import Sampler
-from .step import Run, Step
+from .step import Run, Step, upload
 
 
 class Drawn:
@@ -43,8 +45,8 @@ class Drawn:
 class Tape:
     """A step of B requests as it was recorded, and the tensors that it reads: whose token, where, drawn how.
 
-    The first run computes the step as it is written and records it. The second runs it fused, so that what fusions
-    launch is compiled, and captures it. From then on it is replayed.
+    The first run computes the step as it is written and records it. Where it is fused the second runs it so, so that
+    what fusions launch is compiled, and captures it. From then on it is replayed.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, B: int, filtered: bool, fuses: bool) -> None:
@@ -61,6 +63,7 @@ class Tape:
         )  # of the tokens that are computed, and the lengths they make
         self.settings, self.top_k = numbers(3, B, dtype=torch.float32), numbers(B)
         temperature, top_p, min_p = self.settings
+        top_p.fill_(1.0)
         self.params = Sampling(temperature, self.top_k, top_p, min_p) if filtered else Sampling(temperature)
         self.step = Step(self.ids, self.places[0], (Run(0, B, 1, self.slots, self.places[1]),), dtype)
         self.calls: list[Call] = []
@@ -68,7 +71,7 @@ class Tape:
         self.binding: object = None  # the newest; a DecodeStep knows its own
         self._layers: object = None  # of the cache that it was recorded on
         self._captured = False
-        self.replay = Replay()
+        self.replay = Replay(binds=True)
 
     def run(self, model: Decoder, cache: Cache) -> None:
         recorded, self._layers = self._layers is cache.layers, None  # so that after an exception all begins anew
@@ -76,12 +79,15 @@ class Tape:
             self._captured = False
             self.replay.forget()
             self.logits, self.calls = record(lambda: self.compute(model, cache))
-        elif not self._captured:
-            self.calls = fused(self.calls, model, len(self.ids)) if self.fuses else self.calls
+        elif not self._captured and self.fuses:
+            self.calls = fused(self.calls, model, len(self.ids))
             run_all(self.calls)
             self.replay.prepare(self.calls, model, shelf(model, cache).pool)
             self._captured = True
         else:
+            if not self._captured and model.device.type == "cpu":
+                share_memory(self.calls, addresses(self.logits))
+            self._captured = True
             self.replay.run(self.calls, model, shelf(model, cache).pool)
         self._layers = cache.layers
 
@@ -92,16 +98,15 @@ class Tape:
         return logits
 
 
-def batch_sizes(slots: int, device: torch.device) -> list[int]:
-    """How many answers a recorded step may have: any number, or on a GPU, where recording takes time, few numbers."""
-    return [size for size in range(1, slots + 1) if device.type != "cuda" or size & (size - 1) == 0 or size == slots]
-
-
 def rehearse(model: Decoder, cache: Cache, B: int) -> None:
-    """Launch all that a step of B requests launches, as it is written and fused."""
+    """Launch all that a step of B requests launches: as it is written, and fused or bound."""
     tape = Tape(model.device, cache.dtype, B, filtered=False, fuses=True)
+    tape.places[1].fill_(1)
     _, calls = record(lambda: tape.compute(model, cache))
-    run_all(fused(calls, model, B))
+    if (traced := find(LANGUAGE_OF.get(model.device.type, "torch"), "binding", "traced")) is not None:
+        traced(calls)
+    else:
+        run_all(fused(calls, model, B))
 
 
 class DecodeStep:
@@ -117,7 +122,8 @@ class DecodeStep:
         self.model, self.cache, self.B = model, cache, B
         fuses = model.device.type == "cuda" if fused is None else bool(fused)
         self.tape = shelf(model, cache).get(
-            ("decode", B, filtered, fuses), lambda: Tape(model.device, cache.dtype, B, filtered, fuses)
+            ("decode", B, filtered, fuses, cpu_activations(), is_deterministic()),
+            lambda: Tape(model.device, cache.dtype, B, filtered, fuses),
         )
         self.rows: list[int] = []
         self._binding: object = None
@@ -145,17 +151,16 @@ class DecodeStep:
         """Whether the tape goes on with what this step was bound to."""
         return self._binding is not None and self.tape.binding is self._binding
 
-    def bind(
-        self, slots: Sequence[int], ids: Sequence[int], sampler: Sampler | None = None, spare: Sequence[int] = ()
-    ) -> None:
+    def bind(self, slots: Sequence[int], ids: Sequence[int], sampler: Sampler | None = None) -> None:
         """The requests to go on with: the slots they live in, and each one's newest token, which no step has taken.
 
-        Where they are fewer than B, the rows that are left compute tokens of nobody's in the slots `spare`.
+        Where they are fewer than B, the rows that are left compute tokens of nobody's in the cache's slots for padding.
         """
         self.rows = list(slots)
         held = [self.cache.lengths[slot] for slot in slots]
         used = [(id, slot, length, length + 1, 1) for id, slot, length in zip(ids, slots, held, strict=True)]
-        columns = [*used, *((0, slot, 0, 1, 0) for slot in spare)]
+        columns = [*used, *((0, slot, 0, 1, 0) for slot in self.cache.padding[: self.B - len(used)])]
+        assert len(columns) == self.B
         given = upload(list(zip(*columns, strict=True)), self.model.device)
         tape = self.tape
         tape.binding = self._binding = object()
@@ -175,7 +180,7 @@ class DecodeStep:
             raise RuntimeError(
                 "another step was bound to the tape since, or none was: say again whose tokens come next"
             )
-        longest = max(self.cache.lengths[slot] for slot in self.rows)
+        longest = max((self.cache.lengths[slot] for slot in self.rows), default=0)
         if longest >= self.cache.capacity:
             raise ValueError(f"a slot would hold {longest + 1} tokens: this cache has room for {self.cache.capacity}")
         self.tape.run(self.model, self.cache)

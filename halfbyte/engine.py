@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .cache import Cache, bytes_of
-from .decoding import DecodeStep, Drawn, batch_sizes
+from .cache import Cache, bytes_of, step_sizes
+from .decoding import DecodeStep, Drawn
 from .models.decoder import Decoder
-from .ops.dispatch import is_deterministic
-from .prefilling import prefill
+from .ops.dispatch import is_deterministic, watched
+from .prefilling import prefill, together
 from .request import Chooser as Chooser
 from .request import Made as Made
 from .request import Processor as Processor
 from .request import Request as Request
 from .request import replayable
 from .sampling import Sampler
-from .step import Wanted
+from .step import Wanted, upload
 
 SAVED = 1 << 28  # bytes of recurrent states that are kept to go back to: beyond, no step is launched ahead
 
@@ -39,35 +39,43 @@ class Flight(NamedTuple):
     ahead: bool  # launched before the tokens that it goes on from were read: it may be for nothing
 
 
+class Draw(NamedTuple):
+    """Tokens drawn from the logits of prompts, and of steps that are not replayed, that are not read yet."""
+
+    requests: list[Request]
+    logits: Tensor
+    processed: Tensor
+    drawn: Drawn
+
+
 class Bound(NamedTuple):
-    """The requests that a recorded step goes on with, and the free slots that its other rows use."""
+    """The requests that a recorded step goes on with."""
 
     step: DecodeStep
     requests: list[Request]
-    spare: list[int]
-
-    def usable(self, free: Sequence[int]) -> bool:
-        return self.step.bound and all(slot in free for slot in self.spare)
 
 
 class Engine:
     """Runs requests on a model, up to as many at a time as the cache has slots; the others wait in order.
 
-    `replays`: what a step computes is recorded once and replayed; None does so on a CUDA device, where it takes Python
-    out of the loop. Then a step of answers is launched before the tokens of the one before are read. A request that
-    ends meanwhile has taken a token too many: that one is not counted, and the state goes back (see `Request.keeps`).
+    `replays`: what a step of answers computes is recorded once and replayed, which takes Python out of the loop; None
+    does so on CPU and CUDA, unless somebody watches ops. `ahead`: prompts are replayed too, and a step of answers is
+    launched before the tokens of the one before are read; None does so on CUDA. A request that ends meanwhile has taken
+    a token too many: that one is not counted, and the state goes back (see `Request.keeps`).
     """
 
-    def __init__(self, model: Decoder, cache: Cache, *, replays: bool | None = None) -> None:
+    @torch.inference_mode(False)  # what is kept from step to step must serve outside of that mode too
+    def __init__(self, model: Decoder, cache: Cache, *, replays: bool | None = None, ahead: bool | None = None) -> None:
         self.model, self.cache = model, cache
-        self.replays = model.device.type == "cuda" if replays is None else replays
-        if model.residency is not None:  # which experts are in which slot changes from step to step
+        self.replays = (model.device.type in ("cuda", "cpu") and not watched()) if replays is None else replays
+        self.ahead = model.device.type == "cuda" if ahead is None else ahead
+        if model.residency is not None and not model.residency.replayable:
             self.replays = False
-        self.sizes = batch_sizes(cache.slots, model.device)
+        self.sizes = step_sizes(cache.slots, model.device)
         self.state_bytes = bytes_of(cache.kept, 1, 0, 1, cache.dtype)  # recurrent, of a slot
         self.flight: Flight | None = None
         self.last: Bound | None = None  # what the next launch may go on from
-        self.sampler = Sampler(cache.slots, model.vocabulary, model.device)
+        self.sampler = Sampler(cache.padding.stop, model.vocabulary, model.device)
         self.room = cache.chunk  # tokens of prompts that a step takes
         self.free = list(range(cache.slots - 1, -1, -1))
         self.waiting: deque[Request] = deque()
@@ -90,17 +98,16 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @torch.inference_mode(False)
     def step(self) -> list[Made]:
         """Compute one step. A request that has ended leaves its slot; its state stays there until the next step."""
         while self.waiting and self.free:
             self._start(self.waiting.popleft())
         answering = [request for request in self.running if request.computed == len(request.prompt)]
-        if self.replays and all(map(replayable, answering)):
+        if self.replays and (self.ahead or len(answering) == len(self.running)) and all(map(replayable, answering)):
             made = self._replayed(answering)
-        elif self.flight is not None:  # somebody has come who cannot be replayed
-            made = self._landed()
-        else:
-            made = self._written()
+        else:  # a step may be under way where somebody has come who cannot be replayed
+            made = self._written() if self.flight is None else self._landed()
         for request, id, _ in made:
             request.made.append(id)
             if id in request.stop_ids:
@@ -111,30 +118,31 @@ class Engine:
 
     def _written(self) -> list[Made]:
         """All the work of a step at once, as the model is written."""
+        self.last = None
         work, wanted, drawing = self._chosen()
         if not work:
             return []
-        self.last = None
         logits = self.model(self.cache.plan(work, wanted), self.cache)
         self.cache.advance(work)
-        if not drawing:
-            return []
-        return [Made(*one) for one in zip(drawing, self._drawn(logits, drawing), logits, strict=True)]
+        return self._made(self._draw(logits, drawing))
 
     def _replayed(self, answering: list[Request]) -> list[Made]:
-        """Answers and a piece of a prompt, one after the other; or answers alone, and the step after them."""
+        """Answers and pieces of prompts, one after the other; or answers alone, and the step after them."""
         if self.flight is None and answering:
             self._launch(answering)
-        prompting = next((request for request in self.running if request.computed < len(request.prompt)), None)
-        if prompting is None:
+        prompting = [request for request in self.running if request.computed < len(request.prompt)]
+        if not prompting:
             return self._landed(answering) if self.flight is not None else []
-        assert prompting.slot is not None
-        logits = prefill(self.model, self.cache, prompting.slot, self._piece(prompting))
-        made = self._landed() if self.flight is not None else []
-        if prompting.computed == len(prompting.prompt):
-            (id,) = self._drawn(logits, [prompting])
-            made.append(Made(prompting, id, logits[0].clone()))
-        return made
+        lengths = [self._piece_length(request) for request in prompting]
+        del prompting[1 if is_deterministic() else together(lengths, self.room) :]
+        slots = [request.slot for request in prompting if request.slot is not None]
+        logits = prefill(self.model, self.cache, *zip(slots, map(self._piece, prompting), strict=True))
+        rows = [row for row, request in enumerate(prompting) if request.computed == len(request.prompt)]
+        drawing = [prompting[row] for row in rows]
+        logits = torch.cat([logits[:0], *(logits[row : row + 1] for row in rows)])
+        draw = self._draw(logits, drawing)  # before the next step of answers, which may follow
+        made = self._landed(answering) if self.flight is not None else []
+        return made + self._made(draw)
 
     def _start(self, request: Request) -> None:
         request.slot = self.free.pop()
@@ -192,14 +200,13 @@ class Engine:
 
     def _launch(self, requests: list[Request], ahead: bool = False) -> None:
         """Have one token of each request under way."""
-        if self.last is None or self.last.requests != requests or not self.last.usable(self.free):
+        if self.last is None or self.last.requests != requests or not self.last.step.bound:
             filtered = any(one.params.temperature > 0 and one.params.filtered for one in requests)
-            count, most = len(requests), len(requests) + len(self.free)
-            size = next((size for size in self.sizes if count <= size <= most), count)
+            size = next(size for size in self.sizes if size >= len(requests))
             step = DecodeStep(self.model, self.cache, size, filtered=filtered)
-            slots, spare = [request.slot for request in requests if request.slot is not None], self.free[: size - count]
-            step.bind(slots, [request.made[-1] for request in requests], self.sampler, spare)
-            self.last = Bound(step, list(requests), spare)
+            slots = [request.slot for request in requests if request.slot is not None]
+            step.bind(slots, [request.made[-1] for request in requests], self.sampler)
+            self.last = Bound(step, list(requests))
         step = self.last.step
         if ahead and any(request.keeps for request in requests):
             step.save()
@@ -217,7 +224,7 @@ class Engine:
         for request in flight.requests:
             if request.finish_reason is None and request.slot is not None:
                 self.cache.lengths[request.slot] += 1
-        if list(answering) == flight.requests and self._goes_on(flight.requests):
+        if self.ahead and list(answering) == flight.requests and self._goes_on(flight.requests):
             self._launch(flight.requests, ahead=True)
         rows: Any = flight.drawn.ids.new_empty(len(flight.requests), 0) if flight.logits is None else flight.logits
         made = zip(flight.requests, flight.drawn.tolist(), rows, strict=False)  # ids may be followed by padding
@@ -225,22 +232,30 @@ class Engine:
 
     def _goes_on(self, requests: list[Request]) -> bool:
         """Whether another step is needed whatever tokens are under way, unless a request is ended by one of them."""
-        if self.last is None or not self.last.usable(self.free):
+        if self.last is None or not self.last.step.bound:
             return False
         longest = max(self.cache.lengths[slot] for slot in self.last.step.rows)
         if longest >= self.cache.capacity or any(len(one.made) + 1 >= one.max_tokens for one in requests):
             return False
         return not any(one.keeps for one in requests) or self.state_bytes * len(requests) <= SAVED
 
-    def _drawn(self, logits: Tensor, drawing: Sequence[Request]) -> list[int]:
-        logits = self._processed(logits, drawing)
-        slots = [request.slot for request in drawing if request.slot is not None]
-        places = torch.tensor([self.cache.lengths[slot] for slot in slots], device=self.model.device)
-        ids: list[int] = self.sampler(logits, slots, places).tolist()
-        for row, request in enumerate(drawing):
+    def _draw(self, logits: Tensor, requests: list[Request]) -> Draw | None:
+        """Have a token of each row under way."""
+        if not requests:
+            return None
+        slots = [request.slot for request in requests if request.slot is not None]
+        places = upload([self.cache.lengths[slot] for slot in slots], self.model.device, torch.int64)
+        processed = self._processed(logits, requests)
+        return Draw(requests, logits, processed, Drawn(self.sampler(processed, slots, places)))
+
+    def _made(self, draw: Draw | None) -> list[Made]:
+        if draw is None:
+            return []
+        ids = draw.drawn.tolist()
+        for row, request in enumerate(draw.requests):
             if request.chooser is not None:
-                ids[row] = int(request.chooser(torch.log_softmax(logits[row : row + 1].float(), -1)))
-        return ids
+                ids[row] = int(request.chooser(torch.log_softmax(draw.processed[row : row + 1].float(), -1)))
+        return [Made(*one) for one in zip(draw.requests, ids, draw.logits, strict=True)]
 
     def _processed(self, logits: Tensor, drawing: Sequence[Request]) -> Tensor:
         if not any(request.processors for request in drawing):

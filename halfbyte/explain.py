@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from .cache import Cache
 from .check import tensors
 from .costs import SPECIAL, Cost, cost, together
 from .cuda import graph_seconds, timed
 from .decoding import DecodeStep
-from .graph import Call, Part, bound, run_all
+from .device_experts import DeviceResidency
+from .graph import Call, Part, bound
 from .machine import queueing_seconds
 from .models.decoder import Decoder
 
@@ -27,6 +30,7 @@ STEPS = 15  # that are timed, as a whole and call by call
 ROOM = STEPS + 8  # tokens that a text grows by meanwhile
 HALVES = ("gate_and_up", "down_and_add")  # of a recorded call's work
 QUEUED = 0.1  # part of the time that our threads may wait for a CPU
+BEGUN = ("foresee", "copy_ahead", "copy_layer")  # calls that go on beside others; the last argument is their lane
 CAPTURED = 16  # calls that a graph has at least, so that its own launch hardly counts
 
 
@@ -49,6 +53,8 @@ class Explanation:
     lines: tuple[Line, ...]
     seconds: float  # of the whole step
     busy: bool  # our threads queued for a CPU: a call is seldom disturbed, a step often
+    copies: Line | None = None  # of experts from host memory, among the lines
+    python: float | None = None  # seconds around the step's machine code until its tokens are read, on a CPU
 
     @property
     def calls(self) -> Line:
@@ -58,6 +64,11 @@ class Explanation:
     @property
     def step(self) -> Line:
         return self._summed("whole step", self.seconds)
+
+    @property
+    def beside(self) -> float:
+        """Seconds of copies that ran beside the computing: what the step takes less than its calls one by one."""
+        return 0.0 if self.copies is None else min(max(self.calls.seconds - self.seconds, 0.0), self.copies.seconds)
 
     def _summed(self, op: str, seconds: float) -> Line:
         def total(name: str) -> float:
@@ -103,7 +114,56 @@ def explain(
         floor = max(moved / bandwidth, 0.0 if flops is None else work / flops)
         parts = tuple(part.name for part in first.parts)
         lines.append(Line(len(indices), first.name, parts, described(first), moved, work, taken, floor))
-    return Explanation(tuple(lines), whole, busy)
+    copies = copied(model, step.calls, rewind)
+    python = None if model.device.type == "cuda" else python_seconds(step, whole, rewind)
+    if model.residency is not None:
+        model.residency.mend()
+    return Explanation((*lines, *([copies] if copies else [])), whole, busy, copies, python)
+
+
+def python_seconds(step: DecodeStep, whole: float, rewind: Callable[[], None]) -> float:
+    """What a step takes from its launch until its tokens are read, beyond its calls."""
+    lengths, taken = list(step.cache.lengths), []
+    for _ in range(STEPS):
+        rewind()
+        step.cache.lengths[:] = lengths
+        start = time.perf_counter()
+        step.launch().tolist()
+        taken.append(time.perf_counter() - start)
+    step.cache.lengths[:] = lengths
+    return max(0.0, statistics.median(taken) - whole)
+
+
+def copied(model: Decoder, calls: Sequence[Call], rewind: Callable[[], None]) -> Line | None:
+    """What a step copies of experts from host memory, where some are there, counted over steps.
+
+    Alone, the calls that copy find all there: so the time of a copy is taken apart, from one that repeats itself.
+    """
+    residency = model.residency
+    if not isinstance(residency, DeviceResidency):
+        return None
+    before, replay = residency.reads.bytes, bound(calls, model.device)
+    for _ in range(STEPS):
+        rewind()
+        replay()
+    moved = (residency.reads.bytes - before) / STEPS
+    lender = next(iter(residency.lenders.values()))
+    source, count = lender.sources[0], min(lender.count, model.experts_per_token)
+    landed = torch.empty(source.shape, dtype=source.dtype, device=model.device)
+    rate = count * lender.expert_bytes / seconds_of(lender.copy_again(count), model.device)
+    bus = source.nbytes / seconds_of(lambda: landed.copy_(source, non_blocking=True), model.device)
+    return Line(1, "copies", ("fill_slots",), "from host memory", moved, 0.0, moved / rate, moved / bus)
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        return graph_seconds([work] * CAPTURED, STEPS)
+    taken = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
 
 
 class Costs:
@@ -149,7 +209,14 @@ def described(one: Call) -> str:
 
 
 def again(one: Call) -> Callable[[], Any]:
-    return partial(one.run, *one.args, **one.kwargs)
+    run = partial(one.run, *one.args, **one.kwargs)
+    return partial(begun_and_ended, run, one.args[-1]) if one.name in BEGUN else run
+
+
+def begun_and_ended(run: Callable[[], Any], lane: Any) -> None:
+    """A graph ends what it has begun on another stream."""
+    run()
+    lane.join()
 
 
 def clocked_seconds(
@@ -157,16 +224,17 @@ def clocked_seconds(
 ) -> tuple[list[float], float]:
     """Of each call and of the step: medians over steps, with a clock between their calls and without, in turn."""
     times: list[list[float]] = [[] for _ in calls]
-    wholes = []
+    wholes, device = [], next(tensors(calls[0].args)).device
+    each, whole = [bound([one], device) for one in calls], bound(calls, device)
     for _ in range(STEPS):
         rewind()
-        for one, taken in zip(map(again, calls), times, strict=True):
+        for one, taken in zip(each, times, strict=True):
             start = time.perf_counter()
             one()
             taken.append(time.perf_counter() - start)
         rewind()
         start = time.perf_counter()
-        run_all(calls)
+        whole()
         wholes.append(time.perf_counter() - start)
     return [statistics.median(taken) for taken in times], statistics.median(wholes)
 
@@ -177,6 +245,8 @@ def captured_seconds(
     """Of each call, the mean of its kind, all of them in one graph; of the step as a graph. Medians over replays."""
     seconds = [0.0] * len(calls)
     for indices in kinds:
+        if calls[indices[0]].name == "join":  # which waits for what another call has begun, and does nothing
+            continue
         turns = -(-CAPTURED // len(indices))
         rewind()
         taken = graph_seconds([again(calls[index]) for index in indices] * turns, STEPS)

@@ -1,4 +1,4 @@
-"""A step recorded once and replayed: on a CUDA device as one graph of launches, elsewhere as bound calls.
+"""A step recorded once and replayed: on a CUDA device as one graph of launches, on a CPU as bound calls.
 
 Recording runs a step as always and writes down every kernel that dispatch.py hands out, and every torch operation
 between them, with the tensors they work on. A replay calls the same kernels on the same tensors, each result into the
@@ -19,9 +19,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .check import tensors
-from .ops.dispatch import Entry, watching
+from .ops.dispatch import LANGUAGE_OF, Entry, find, watching
 
-CHANGED = {"append": 0, "causal_conv": 2, "gated_delta": 5}  # the argument that a kernel changes in place
+# The argument that a kernel changes in place.
+CHANGED = {"append": 0, "causal_conv": 2, "gated_delta": 5, "assign_slots": 1, "fill_slots": 2}
+CHANGED |= {"foresee": 0, "copy_ahead": 0, "copy_layer": 0, "join": 0}
+IN_PLACE = {"append", "fill_slots", "foresee", "copy_ahead", "copy_layer", "join"}  # what makes nothing else
 COPIES = {"_to_copy", "clone"}
 UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
@@ -85,7 +88,7 @@ class Recorder(TorchDispatchMode):
             result = kernel(*args, **kwargs)
         finally:
             self.inside = False
-        into = {} if op == "append" else {"out": result}
+        into = {} if op in IN_PLACE else {"out": result}
         changed = [args[CHANGED[op]]] if op in CHANGED else []
         self._note(call(op, kernel, args, {**kwargs, **into}, result, changed), (args, kwargs))
         return result
@@ -185,7 +188,9 @@ def run_all(calls: Iterable[Call]) -> None:
 def bound(calls: Sequence[Call], device: torch.device, pool: Any = None) -> Callable[[], None]:
     """What replays the calls. On a CUDA device they are captured: nothing runs now, and all kernels ran before."""
     if device.type != "cuda":
-        return partial(run_all, calls)
+        bind = find(LANGUAGE_OF.get(device.type, "torch"), "binding", "bind")
+        run: Callable[[], None] = partial(run_all, calls) if bind is None else bind(calls)
+        return run
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run_all(calls)

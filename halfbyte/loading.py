@@ -11,15 +11,18 @@ from pathlib import Path
 import torch
 
 from . import checkpoint as checkpoints
-from . import hub
+from . import hub, memory
 from .cache import bytes_of
 from .chat import Tokenizer
 from .checkpoint.ledger import Ledger
 from .checkpoint.weights import Load
 from .config import Config
+from .device_experts import DeviceResidency
+from .device_experts import plan as plan_slots
 from .download import no_progress
 from .errors import UsageError, size
-from .fitting import TEXT, Allowed, place
+from .fitting import TEXT, Allowed, device_room, place
+from .host_experts import in_host_memory
 from .models import MODELS
 from .models.decoder import Decoder
 from .progress import bar, rewritable
@@ -61,10 +64,19 @@ def load_model(
     allowed = allowed or Allowed()
     if expert_cache is not None:
         allowed = replace(allowed, expert_cache=expert_cache)
-    residency = None if load == "map" else resident_experts(made, skeleton.ledger, target, allowed, expert_policy)
+    residency: Residency | DeviceResidency | None = None
+    if load != "map":
+        allowed.restrict(target)
+        residency = (
+            resident_experts(made, skeleton.ledger, allowed, expert_policy)
+            if target.type == "cpu"
+            else experts_beside(made, skeleton.ledger, target, allowed, progress)
+        )
     lenders = None if residency is None else residency.lenders
     model = build(checkpoint.config, skeleton.load(target, load=load, progress=progress, lenders=lenders))
     model.residency = residency
+    if residency is not None:
+        residency.foresee(model.layers)
     model.dtype, model.fingerprint = pick_dtype(dtype, target), fingerprint
     return model
 
@@ -85,15 +97,29 @@ def use_fewer_experts(config: Config, count: int) -> str:
     return f"-{count}-of-{own}-experts"
 
 
-def resident_experts(
-    made: Decoder, ledger: Ledger, device: torch.device, allowed: Allowed, policy: str
-) -> Residency | None:
-    """Experts that stay on disk, where they are to or have to; None is all in memory. `made` is the skeleton."""
-    allowed.restrict(device)
-    if device.type != "cpu":
-        if allowed.expert_cache is not None and ledger.mixtures:
-            raise UsageError(f"an expert cache is for the CPU so far, not for {device}")
+def experts_beside(
+    made: Decoder, ledger: Ledger, device: torch.device, allowed: Allowed, progress: Callable[[int, int], None] | None
+) -> DeviceResidency | None:
+    """Experts in host memory, where the device has no room for all; None is all there. `made` is the skeleton."""
+    if allowed.expert_cache is not None and ledger.mixtures:
+        raise UsageError(
+            f"an expert cache is for the CPU: with {device}, all experts are in memory, and --gpu-memory says how much "
+            "of them is on the GPU"
+        )
+    text = bytes_of(made.kept, 1, min(made.context, TEXT), 1, torch.bfloat16)
+    room = device_room(memory.available(device), ledger, text)
+    if not allowed.fit or not ledger.mixtures or room.all_fit or device.type != "cuda":
         return None
+    mixtures = list(ledger.mixtures.values())
+    slots = plan_slots(mixtures, room.experts, room.most, made.experts_per_token, room.beside)
+    hosts, areas = in_host_memory(ledger, progress)
+    found = DeviceResidency(hosts, slots, device, areas)
+    log.warning("%s has room for %s of its experts; the others come from host memory", device, size(found.nbytes))
+    return found
+
+
+def resident_experts(made: Decoder, ledger: Ledger, allowed: Allowed, policy: str) -> Residency | None:
+    """Experts that stay on disk, where they are to or have to; None is all in memory. `made` is the skeleton."""
     text = bytes_of(made.kept, 1, min(made.context, TEXT), 1, torch.float32)
     placed = place(allowed, ledger, text, made.experts_per_token)
     if placed.cache is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,53 +16,60 @@ from torch import Tensor
 from .cache import Cache
 from .graph import call
 from .models.decoder import Decoder
-from .replaying import Replay, shelf, upload
-from .step import Run, Step
+from .ops.dispatch import is_deterministic
+from .replaying import Replay, shelf
+from .step import Run, Step, upload
 
 SIZES = (128, 512)  # of graphs, beside that of a whole chunk; where nothing is captured, filling one up costs time
+PAIR = SIZES[0]  # two pieces of up to so many tokens share a graph: most of its time goes into weights, read once
 
 
 class Chunk:
-    """Up to so many tokens of one prompt. The first run is as written, so that kernels are compiled; then captured.
+    """Up to so many tokens of each of B prompts. The first run is as written, so that kernels are compiled; then
+    captured.
 
     A recorded list of calls would keep every result of every layer apart: gigabytes. In a capture they take each
-    other's places as in an eager run, and only the last token's logits are kept.
+    other's places as in an eager run, and only the last tokens' logits are kept.
     """
 
-    def __init__(self, model: Decoder, cache: Cache, size: int) -> None:
-        def numbers(count: int) -> Tensor:
-            return torch.zeros(count, dtype=torch.int32, device=model.device)
+    def __init__(self, model: Decoder, cache: Cache, size: int, B: int = 1) -> None:
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=model.device)
 
-        self.size = size
-        self.ids, self.positions = numbers(size), numbers(size)
-        self.slot, self.length, self.count, self.last = (numbers(1) for _ in range(4))
-        run = Run(0, 1, size, self.slot, self.length)
-        self.step = Step(self.ids, self.positions, (run,), cache.dtype, self.last, self.count)
+        self.size, self.B = size, B
+        self.ids, self.positions = numbers(B, size), numbers(B, size)
+        self.rows = slots, self.lengths, counts, last = [numbers(B) for _ in range(4)]
+        self.offsets = torch.arange(-size, 0, dtype=torch.int32, device=model.device)
+        run = Run(0, B, size, slots, self.lengths)
+        self.step = Step(self.ids.view(-1), self.positions.view(-1), (run,), cache.dtype, last, counts)
         self.logits: Tensor | None = None
         self._layers: object = None
         self.replay = Replay()
 
-    def run(self, model: Decoder, cache: Cache, slot: int, ids: Sequence[int]) -> Tensor:
-        """The logits [1, V] of the last of these tokens; the next run writes over them.
+    def run(self, model: Decoder, cache: Cache, work: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
+        """The logits [B, V] of the last token of each (slot, ids); the next run writes over them.
 
         Rows behind them are filled with tokens that nothing keeps: they are written past the text's end, and states
         do not take them in.
         """
-        held, count = cache.lengths[slot], len(ids)
-        filled = [*ids, *[0] * (self.size - count)]
-        given = upload([*filled, slot, held + self.size, count, count - 1], model.device)
-        for number, part in zip(
-            (self.ids, self.slot, self.length, self.count, self.last), given.split([self.size, 1, 1, 1, 1]), strict=True
+        filled = [id for _, ids in work for id in (*ids, *[0] * (self.size - len(ids)))]
+        rows = [
+            (slot, cache.lengths[slot] + self.size, len(ids), row * self.size + len(ids) - 1)
+            for row, (slot, ids) in enumerate(work)
+        ]
+        given = upload([*filled, *chain(*zip(*rows, strict=True))], model.device)
+        for numbers, part in zip(
+            (self.ids.view(-1), *self.rows), given.split([len(filled), *[self.B] * 4]), strict=True
         ):
-            number.copy_(part)
-        torch.arange(held, held + self.size, out=self.positions)
+            numbers.copy_(part)
+        torch.add(self.lengths[:, None], self.offsets, out=self.positions)
         again, self._layers = self._layers is cache.layers, None
         if not again:  # the first run, or the cache has grown
             self.replay.forget()
             self._compute(model, cache)
         else:
-            work = call("prefill", lambda: self._compute(model, cache), (), {}, ())
-            self.replay.run([work], model, shelf(model, cache).pool)
+            whole = call("prefill", lambda: self._compute(model, cache), (), {}, ())
+            self.replay.run([whole], model, shelf(model, cache).pool)
         self._layers = cache.layers
         assert self.logits is not None
         return self.logits
@@ -71,14 +79,30 @@ class Chunk:
         self.logits = logits.clone() if self.logits is None else self.logits.copy_(logits)
 
 
-def prefill(model: Decoder, cache: Cache, slot: int, ids: Sequence[int]) -> Tensor:
-    """Append a piece of a prompt to a slot. The logits [1, V] of its last token, which a later piece may write over."""
-    most = min(cache.capacity - cache.lengths[slot], cache.chunk)
-    sizes = (*SIZES, cache.chunk) if model.device.type == "cuda" else (cache.chunk,) * (len(ids) == cache.chunk)
-    if (size := next((size for size in sizes if len(ids) <= size <= most), None)) is not None:
-        chunk = shelf(model, cache).get(("prefill", size), partial(Chunk, model, cache, size))
-        logits = chunk.run(model, cache, slot, ids)
+def graphs(cache: Cache) -> list[tuple[int, int]]:
+    """(tokens of a piece, pieces) of all that are captured on a GPU."""
+    sizes = [size for size in dict.fromkeys((*SIZES, cache.chunk)) if size <= min(cache.capacity, cache.chunk)]
+    return [(size, 1) for size in sizes] + [(PAIR, 2)] * (PAIR in sizes and cache.slots > 1)
+
+
+def together(lengths: Sequence[int], room: int) -> int:
+    """How many of the next pieces of prompts, of these lengths, are computed in one step of up to `room` tokens."""
+    return 2 if len(lengths) > 1 and max(lengths[:2]) <= PAIR <= room // 2 else 1
+
+
+def prefill(model: Decoder, cache: Cache, *work: tuple[int, Sequence[int]]) -> Tensor:
+    """Append pieces of prompts to slots. The logits [pieces, V] of their last tokens; a later call may reuse them."""
+    longest = max(len(ids) for _, ids in work)
+    most = min(cache.chunk, *(cache.capacity - cache.lengths[slot] for slot, _ in work))
+    if model.device.type == "cuda":
+        sizes = [size for size, pieces in graphs(cache) if pieces == len(work)]
     else:
-        logits = model(cache.plan([(slot, ids)]), cache)
-    cache.advance([(slot, ids)])
+        sizes = [cache.chunk] if len(work) == 1 and longest == cache.chunk else []
+    if (size := next((size for size in sizes if longest <= size <= most), None)) is not None:
+        key = ("prefill", size, len(work), is_deterministic())
+        chunk = shelf(model, cache).get(key, partial(Chunk, model, cache, size, len(work)))
+        logits = chunk.run(model, cache, work)
+    else:
+        logits = model(cache.plan(work), cache)
+    cache.advance(work)
     return logits

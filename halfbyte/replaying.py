@@ -1,7 +1,7 @@
 """What was recorded of a model on a cache: it lives as long as both, for whoever runs them next.
 
-A captured graph keeps addresses. Those of a cache change when it grows, those of weights when a fusion lays them
-elsewhere: both are noticed here, and the graph is captured anew.
+A captured graph keeps addresses, and so do bound calls. Those of a cache change when it grows, those of weights when a
+fusion lays them elsewhere: both are noticed here, and the calls are captured or bound anew.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from .cache import Cache
 from .check import tensors
@@ -21,6 +20,7 @@ from .graph import Call, bound, run_all
 from .models.decoder import Decoder
 
 log = logging.getLogger(__name__)
+MOST = 8  # recorded steps of a model on a cache, on a CPU
 T = TypeVar("T")
 _shelves: WeakKeyDictionary[Cache, WeakKeyDictionary[Decoder, Shelf]] = WeakKeyDictionary()
 _moves: WeakKeyDictionary[Decoder, int] = WeakKeyDictionary()
@@ -29,17 +29,20 @@ _moves: WeakKeyDictionary[Decoder, int] = WeakKeyDictionary()
 class Shelf:
     """The recorded steps of one model on one cache. They refer to neither, or neither would ever go.
 
-    Their graphs share one pool of memory: a graph needs it only while it runs, and one runs at a time.
+    Their graphs share one pool of memory: a graph needs it only while it runs, and one runs at a time. On a CPU each
+    step has memory of its own, and there is one for every number of requests: only those used last are kept.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.kept: dict[Any, Any] = {}
+        self.most = None if device.type == "cuda" else MOST
+        self.kept: dict[Any, Any] = {}  # the one used last is the last
 
     def get(self, key: Any, make: Callable[[], T]) -> T:
-        if key not in self.kept:
-            self.kept[key] = make()
-        kept: T = self.kept[key]
+        kept: T = self.kept.pop(key) if key in self.kept else make()
+        self.kept[key] = kept
+        if self.most is not None and len(self.kept) > self.most:
+            del self.kept[next(iter(self.kept))]
         return kept
 
 
@@ -56,21 +59,17 @@ def captures(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def upload(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """int32 on the device. Nobody waits: what is under way there goes on, and so does the host."""
-    here = torch.tensor(numbers, dtype=torch.int32)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
-
-
 def moves(model: Decoder) -> int:
     """How often weights of a model came to lie elsewhere."""
     return _moves.get(model, 0)
 
 
 class Replay:
-    """Calls as one CUDA graph, for as long as what they work on stays where it is; elsewhere, the calls themselves."""
+    """Calls as one CUDA graph, or bound on a CPU, for as long as what they work on stays where it is; elsewhere, the
+    calls themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, binds: bool = False) -> None:
+        self.binds = binds  # on a CPU, where nothing is captured
         self._graph: Callable[[], None] | None = None
         self._moves, self._alone = -1, False
 
@@ -78,8 +77,9 @@ class Replay:
         self._moves = -1
 
     def pending(self, model: Decoder) -> bool:
-        """Whether the next run captures, and so takes longer than those after it."""
-        return captures(model.device) and not self._alone and self._moves != moves(model)
+        """Whether the next run captures or binds, and so takes longer than those after it."""
+        does = captures(model.device) or (self.binds and model.device.type == "cpu")
+        return does and not self._alone and self._moves != moves(model)
 
     def prepare(self, calls: Sequence[Call], model: Decoder, pool: Any) -> None:
         """Capture the calls, unless that was done. All of their kernels have run before; none runs now."""
@@ -88,7 +88,7 @@ class Replay:
         try:
             self._graph = bound(calls, model.device, pool)  # the old one goes afterwards: so its pool stays
             self._moves = moves(model)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             self._graph, self._alone = None, True
             log.warning("%s has no memory left for the graph of a step: its kernels run one by one", model.device)
 

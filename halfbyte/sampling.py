@@ -16,6 +16,7 @@ from . import limits
 from .errors import shown
 from .ops.dispatch import wide
 from .ops.sampling import Sampling, sample
+from .step import upload
 
 log = logging.getLogger(__name__)
 SEEDS = 1 << 63  # of either sign
@@ -133,6 +134,7 @@ class Sampler:
         self.params = [SamplingParams()] * slots
         self.seeds = torch.zeros(slots, dtype=torch.int64, device=device)
         self.settings = torch.zeros(6, slots, dtype=torch.float32, device=device)  # in the order of start()
+        self.settings[1] = 1.0  # top_p: greedy rows, and those of nobody
         self.top_k = torch.zeros(slots, dtype=torch.int32, device=device)
         self.counts: Tensor | None = None  # int32 [slots, V], once a row has penalties
 
@@ -145,7 +147,8 @@ class Sampler:
         self.seeds[slot] = seed
         self.top_k[slot] = max(params.top_k, 0)
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        self.settings[:, slot] = torch.tensor([params.temperature, params.top_p, params.min_p, *penalties])
+        settings = [params.temperature, params.top_p, params.min_p, *penalties]
+        self.settings[:, slot] = upload(settings, self.device, torch.float32)
         if params.penalised:
             if self.counts is None:
                 self.counts = torch.zeros(len(self.params), self.V, dtype=torch.int32, device=self.device)
@@ -159,7 +162,7 @@ class Sampler:
 
         positions: where the drawn token will stand in its text. Rows without penalties are not counted.
         """
-        rows = torch.tensor(list(slots), dtype=torch.int64, device=self.device)
+        rows = upload(list(slots), self.device, torch.int64)
         params = [self.params[slot] for slot in slots]
         penalised = any(one.penalised for one in params)
         counts = self.counts[rows] if penalised and self.counts is not None else None

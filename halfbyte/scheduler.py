@@ -20,9 +20,11 @@ from .engine import SAVED, Engine, Made, Request
 from .errors import HalfbyteError
 from .grammar import GrammarError
 from .jobs import Job, Piece, resumed, told
+from .machine import share_threads
 from .metrics import Histogram
 from .models.decoder import Decoder
 from .prefixes import WORTH, Prefixes
+from .recordings import Recordings
 from .sampling import logprobs
 from .text.reply import Event
 
@@ -58,15 +60,14 @@ class Scheduler:
         self.model, self.cache, self.stop_ids, self.deliver = model, cache, stop_ids, deliver
         self.max_queue, self.step_seconds = max_queue, step_seconds
         self.engine = Engine(model, cache)
-        self.prefixes = Prefixes(cache, prefix_bytes)
+        self.recordings, self.prefixes = Recordings(self.engine), Prefixes(cache, prefix_bytes)
         # A reply's state is kept for the next prompt, unless that would keep the engine from launching steps ahead.
         self.keeps = prefix_bytes > 0 and self.engine.state_bytes * cache.slots <= SAVED
         self.jobs: dict[Request, Job] = {}  # those that run
         self.waiting: deque[Job] = deque()
         self.changed = threading.Condition()
         self.closing = self.idle = False
-        self.beat = time.monotonic()
-        self.turn = self.failures = 0
+        self.beat, self.turn, self.failures = time.monotonic(), 0, 0
         self.piece = cache.chunk  # tokens of prompts in a step; less after memory ran out
         self.counts: Counter[str] = Counter()
         self.aborts: Counter[str] = Counter()
@@ -115,12 +116,17 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
+            share_threads()
             while not self.closing:
                 with self.changed:
                     self.idle = not (self.jobs or self.waiting)
-                    if self.idle and not self.closing:
+                    if self.idle and not self.recordings.left and not self.closing:
                         self.changed.wait()
-                    self.beat, self.idle = time.monotonic(), False
+                        self.idle = False
+                    self.beat = time.monotonic()
+                if self.idle:
+                    self.recordings.record()
+                    continue
                 self._drop_cancelled()
                 self._admit()
                 if self.jobs:
@@ -274,13 +280,13 @@ class Scheduler:
         if memory:
             self.prefixes.clear()
             self.piece = max(self.piece // 2, 1)
-            if self.model.device.type == "cuda":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # nothing where there is no GPU
+        if self.model.residency is not None:
+            self.model.residency.mend()
         self.engine = Engine(self.model, self.cache)
         self.engine.room = self.piece
-        again = [
-            job for job in self.jobs.values() if memory and self.failures == 1 and not job.request.params.penalised
-        ]
+        first = memory and self.failures == 1
+        again = [job for job in self.jobs.values() if first and not job.request.params.penalised]
         ended = [job for job in self.jobs.values() if job not in again]
         said = "the machine has no memory left for this request" if memory else "the engine failed on this request"
         self.aborts["error"] += len(ended)

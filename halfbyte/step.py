@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,7 +38,8 @@ class Step:
     """ids, positions [T]: every token of the step. wanted: the tokens whose logits are asked for, None for all.
 
     dtype is that of the activations that projections take and give; what is added up from layer to layer is float32.
-    A step of one run may be filled up behind its `count` tokens: no state may take in what stands there.
+    The requests of a step of one run may be filled up behind their `count` tokens: no state may take in what stands
+    there.
     """
 
     ids: Tensor
@@ -46,7 +47,7 @@ class Step:
     runs: tuple[Run, ...]
     dtype: torch.dtype
     wanted: Tensor | None = None
-    count: Tensor | None = None  # int32 [1]
+    count: Tensor | None = None  # int32 [B]
 
     def each_run(self, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """work(run, *inputs as [B, L, ...]) -> [B, L, ...] for every run, joined to [T, ...] again."""
@@ -84,12 +85,15 @@ def plan(
             positions += range(held[slot], held[slot] + L)
         slots = [work[i][0] for i in group]
         ends = [held[slot] + L for slot in slots]
-        runs.append(Run(start, len(group), L, _int32(slots, device), _int32(ends, device)))
+        runs.append(Run(start, len(group), L, upload(slots, device), upload(ends, device)))
     spans = [range(firsts[i], firsts[i] + len(work[i][1])) for i in range(len(work))]
     rows = [row for span, wish in zip(spans, wishes, strict=True) for row in span[FIRST[wish] :]]
-    chosen = None if rows == list(range(len(ids))) else _int32(rows, device)
-    return Step(_int32(ids, device), _int32(positions, device), tuple(runs), dtype, chosen)
+    chosen = None if rows == list(range(len(ids))) else upload(rows, device)
+    return Step(upload(ids, device), upload(positions, device), tuple(runs), dtype, chosen)
 
 
-def _int32(values: Sequence[int], device: torch.device | str) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
+def upload(numbers: Sequence[Any], device: torch.device | str, dtype: torch.dtype = torch.int32) -> Tensor:
+    """On the device. Nobody waits: what is under way there goes on, and so does the host."""
+    here = torch.tensor(numbers, dtype=dtype)
+    cuda = torch.device(device).type == "cuda"
+    return here.pin_memory().to(device, non_blocking=True) if cuda else here.to(device)

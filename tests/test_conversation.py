@@ -12,6 +12,7 @@ from halfbyte import conversation_file
 from halfbyte.chat import Tokenizer
 from halfbyte.conversation import ContextFull, Conversation
 from halfbyte.conversation_file import BadConversation
+from halfbyte.decoding import Tape
 from halfbyte.engine import Engine, Request, logits
 from halfbyte.errors import NotEnoughMemory, StorageError
 
@@ -144,8 +145,17 @@ def test_an_interrupt_in_the_middle_of_a_step(loaded, monkeypatch, turn, calls, 
         said(conversation, QUESTIONS[0])
     layer = conversation.model.layers[2]
     shown = ""
+    run, steps = Tape.run, iter(range(calls))
+
+    def interrupted(tape, model, cache):
+        """After machine code has run to its end: nothing comes in between."""
+        run(tape, model, cache)
+        if next(steps) == calls - 4:
+            raise KeyboardInterrupt
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(layer, "mlp", Interrupting(layer.mlp, calls))
+        patch.setattr(Tape, "run", interrupted)
         for event in conversation.say(QUESTIONS[turn]):
             shown += event.text
     assert len(conversation.messages) == left

@@ -127,6 +127,7 @@ def test_wrong_stop_strings_are_refused(stops):
         stream(byte_level(), [], stops)
 
 
+@pytest.mark.quiet
 @kinds
 def test_the_cost_of_an_id_does_not_grow(make):
     """The last tenth of many ids takes no longer than the first, within what a busy machine blurs."""

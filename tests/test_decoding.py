@@ -15,6 +15,7 @@ from halfbyte.generation import generate, stream_generate
 from halfbyte.graph import call
 from halfbyte.loading import load, load_model
 from halfbyte.prefilling import Chunk, prefill
+from halfbyte.recordings import recordings
 from halfbyte.replaying import Replay, Shelf, shelf
 from halfbyte.sampling import SamplingParams
 
@@ -32,12 +33,16 @@ def all_of(engine, requests, until=lambda made: False):
     return made
 
 
+def different_lengths(**more):
+    return [Request([5 + i] * (3 + 4 * i), 6 + 5 * i, params, **more) for i, params in enumerate(WISHES)]
+
+
 def texts(model, replays, slots=3, sizes=None, **more):
     """Three texts of different lengths, of which one waits for a slot; and the state they leave."""
-    cache = model.new_cache(slots, 60, chunk=4)
-    engine = Engine(model, cache, replays=replays)
+    cache = model.new_cache(slots, 60, chunk=4, padding=2 if sizes else 0)
+    engine = Engine(model, cache, replays=replays, ahead=replays)
     engine.sizes = sizes or engine.sizes
-    requests = [Request([5 + i] * (3 + 4 * i), 6 + 5 * i, params, **more) for i, params in enumerate(WISHES)]
+    requests = different_lengths(**more)
     made = all_of(engine, requests)
     return [request.made for request in requests], made, cache
 
@@ -49,7 +54,7 @@ def rows(made):
 
 def same_state(one, other):
     """What a later step can read of every slot."""
-    assert one.lengths == other.lengths
+    assert one.lengths[: one.slots] == other.lengths[: other.slots]
     for slot in range(one.slots):
         for a, b in zip(one.snapshot(slot).layers, other.snapshot(slot).layers, strict=True):
             assert all(torch.equal(a[name], b[name]) for name in a)
@@ -84,12 +89,15 @@ def test_a_stop_token_leaves_the_state_before_it(name):
     caches = []
     for replays in (False, True):
         caches.append(model.new_cache(1, 40, chunk=4))
-        engine, request = Engine(model, caches[-1], replays=replays), Request([1, 2, 3], 30, hot, frozenset([stop]))
+        engine, request = (
+            Engine(model, caches[-1], replays=replays, ahead=replays),
+            Request([1, 2, 3], 30, hot, frozenset([stop])),
+        )
         all_of(engine, [request])
         assert request.finish_reason == "stop" and request.made[-1] == stop
         assert (engine.flight is not None) == replays  # one that was for nothing
     same_state(*caches)
-    assert torch.equal(*(prefill(model, cache, 0, [7]) for cache in caches))
+    assert torch.equal(*(prefill(model, cache, (0, [7])) for cache in caches))
 
 
 def test_a_request_that_is_cancelled_leaves_the_state_of_the_tokens_it_gave():
@@ -97,7 +105,7 @@ def test_a_request_that_is_cancelled_leaves_the_state_of_the_tokens_it_gave():
     caches = []
     for replays in (False, True):
         caches.append(model.new_cache(2, 40, chunk=4))
-        engine = Engine(model, caches[-1], replays=replays)
+        engine = Engine(model, caches[-1], replays=replays, ahead=replays)
         requests = [Request([1, 2, 3], 30), Request([4, 5], 12)]
         all_of(engine, requests, until=lambda made: len(made) >= 10)
         assert (engine.flight is not None) == replays
@@ -121,9 +129,9 @@ def test_a_second_engine_goes_on_with_what_the_first_has_recorded():
     model, seen = load_model(FOLDER / ROWS), []
     cache = model.new_cache(1, 60, chunk=4)
     for _ in range(2):
-        all_of(Engine(model, cache, replays=True), [Request([1, 2, 3, 4, 5], 6)])
+        all_of(Engine(model, cache, replays=True, ahead=True), [Request([1, 2, 3, 4, 5], 6)])
         seen.append({key: getattr(one, "calls", one) for key, one in shelf(model, cache).kept.items()})
-    assert seen[0].keys() == seen[1].keys() == {("prefill", 4), ("decode", 1, False, False)}
+    assert seen[0].keys() == seen[1].keys() == {("prefill", 4, 1, False), ("decode", 1, False, False, "f32", False)}
     assert all(seen[0][key] is seen[1][key] for key in seen[0])
 
 
@@ -135,7 +143,7 @@ def test_two_engines_on_one_cache_take_turns():
         all_of(Engine(model, model.new_cache(1, 20)), [request])
         expected.append(request.made)
     cache = model.new_cache(2, 20)
-    engines = [Engine(model, cache, replays=True) for _ in range(2)]
+    engines = [Engine(model, cache, replays=True, ahead=True) for _ in range(2)]
     engines[0].free, engines[1].free = [0], [1]
     requests = [Request([1, 2, 3], 8), Request([9, 8], 8)]
     for engine, request in zip(engines, requests, strict=True):
@@ -149,7 +157,7 @@ def test_two_engines_on_one_cache_take_turns():
 
 def test_a_prompt_does_not_hold_up_answers():
     model = load_model(FOLDER / ROWS)
-    engine = Engine(model, model.new_cache(2, 80, chunk=4), replays=True)
+    engine = Engine(model, model.new_cache(2, 80, chunk=4), replays=True, ahead=True)
     first, second = Request([1, 2], 40), Request([3] * 20, 4)
     all_of(engine, [first], until=lambda made: len(made) == 5)
     engine.submit(second)
@@ -162,7 +170,7 @@ def test_a_prompt_does_not_hold_up_answers():
 def test_recorded_steps_go_with_the_cache():
     model = load_model(FOLDER / RECURRENT)
     cache = model.new_cache(1, 60, chunk=4)
-    engine = Engine(model, cache, replays=True)
+    engine = Engine(model, cache, replays=True, ahead=True)
     all_of(engine, [Request([1, 2, 3, 4, 5, 6, 7, 8, 9], 6)])
     gone = weakref.ref(cache)
     del cache, engine
@@ -182,9 +190,9 @@ def test_a_replayed_chunk_gives_the_bits_of_the_prompt(name):
             work = [(slot, ids[start : start + 4])]
             logits = model(expected.plan(work), expected)
             expected.advance(work)
-            assert torch.equal(prefill(model, cache, *work[0]), logits)
+            assert torch.equal(prefill(model, cache, work[0]), logits)
     same_state(cache, expected)
-    assert isinstance(shelf(model, cache).kept["prefill", 4], Chunk)
+    assert isinstance(shelf(model, cache).kept["prefill", 4, 1, False], Chunk)
 
 
 @pytest.mark.parametrize("name", [RECURRENT, ROWS, RINGS])
@@ -198,7 +206,7 @@ def test_a_piece_may_be_shorter_than_its_graph(name):
             work = [(slot, ids[:count])]
             logits = model(expected.plan(work), expected)
             expected.advance(work)
-            assert torch.equal(chunk.run(model, cache, *work[0]), logits)
+            assert torch.equal(chunk.run(model, cache, work), logits)
             cache.advance(work)
     same_state(cache, expected)
 
@@ -241,17 +249,57 @@ def test_a_step_of_fewer_requests_than_it_has_rows():
     model = load_model(FOLDER / RECURRENT)
     caches = []
     for B in (1, 3):
-        cache = model.new_cache(3, 20, chunk=4)
-        prefill(model, cache, 1, [4, 5, 6])
+        cache = model.new_cache(3, 20, chunk=4, padding=2)
+        prefill(model, cache, (1, [4, 5, 6]))
         step = DecodeStep(model, cache, B)
-        step.bind([1], [7], spare=[2, 0][: B - 1])
+        step.bind([1], [7])
         tokens = [step.launch().tolist()[0] for _ in range(12)]
         caches.append((cache, tokens, step.places.tolist()))
     (one, first, _), (other, second, places) = caches
-    assert first == second and one.lengths == other.lengths == [0, 15, 0]
+    assert first == second and one.lengths == other.lengths == [0, 15, 0, 0, 0]
     assert places == [[15, 0, 0], [16, 1, 1]]  # nobody's tokens stay where they are
     for a, b in zip(one.snapshot(1).layers, other.snapshot(1).layers, strict=True):
         assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", [RECURRENT, RINGS])
+def test_what_is_prepared_is_all_that_is_recorded(name):
+    """Also while prompts wait in every other slot: then no slot is free for rows that are nobody's."""
+    model = load_model(FOLDER / name)
+
+    def answers(prepared):
+        cache = model.new_cache(5, 40, chunk=4, padding=2)
+        engine = Engine(model, cache, replays=prepared, ahead=prepared)
+        if prepared:
+            engine.sizes = [1, 2, 5]
+            assert list(recordings(engine)) == [7, 6, 5, 4, 3, 2, 1]
+        known = set(shelf(model, cache).kept)
+        requests = [Request([7 + i] * 12, 5 + i, WISHES[i % 3]) for i in range(7)]
+        all_of(engine, requests)
+        assert not prepared or set(shelf(model, cache).kept) == known
+        return [request.made for request in requests]
+
+    assert answers(True) == answers(False)
+
+
+def test_two_prompts_share_a_piece():
+    """Of different lengths, after different beginnings; states do not take in what fills the shorter one up."""
+    model = load_model(FOLDER / RECURRENT)
+    caches = [model.new_cache(3, 40, chunk=8) for _ in range(2)]
+    work = [(2, [5, 6, 7, 8, 9]), (0, [4, 3])]
+    for cache in caches:
+        prefill(model, cache, (0, [9, 8, 7]))
+    alone = torch.cat([prefill(model, caches[0], one) for one in work])
+    chunk = Chunk(model, caches[1], 8, 2)
+    for _ in range(2):  # as written, then replayed
+        for cache in caches[1:]:
+            cache.reset(2)
+            cache.reset(0)
+            prefill(model, cache, (0, [9, 8, 7]))
+        logits = chunk.run(model, caches[1], work)
+        caches[1].advance(work)
+        assert torch.equal(logits, alone)
+        same_state(*caches)
 
 
 def test_a_step_whose_tape_another_has_taken_is_bound_again():
@@ -278,7 +326,7 @@ def test_shelves_of_different_caches_are_apart():
 @pytest.fixture
 def replaying_conversation(monkeypatch):
     """A conversation with the embedded model whose engine replays, as on a GPU."""
-    monkeypatch.setattr(conversation, "Engine", partial(Engine, replays=True))
+    monkeypatch.setattr(conversation, "Engine", partial(Engine, replays=True, ahead=True))
     model, tokenizer = load(TINY)
     return Conversation(model, tokenizer, max_tokens=12, temperature=0)
 
@@ -302,7 +350,7 @@ def test_a_conversation_goes_on_from_a_reply_that_was_left(replaying_conversatio
 
 
 def test_a_prompt_cache_holds_what_its_loop_was_given(monkeypatch):
-    monkeypatch.setattr(generation, "Engine", partial(Engine, replays=True))
+    monkeypatch.setattr(generation, "Engine", partial(Engine, replays=True, ahead=True))
     model, tokenizer = load(TINY)
     caches = [model.new_cache(1, 64) for _ in range(2)]
     pieces = stream_generate(model, tokenizer, "Once", 30, prompt_cache=caches[0], temperature=0)
@@ -315,7 +363,7 @@ def test_a_prompt_cache_holds_what_its_loop_was_given(monkeypatch):
 
 
 def test_a_reply_takes_the_cache_that_the_last_one_left(monkeypatch):
-    monkeypatch.setattr(generation, "Engine", partial(Engine, replays=True))
+    monkeypatch.setattr(generation, "Engine", partial(Engine, replays=True, ahead=True))
     model, tokenizer = load(TINY)
     texts = [generate(model, tokenizer, "Once upon", max_tokens=8, temperature=0) for _ in range(2)]
     (cache,) = [generation._left[model]]

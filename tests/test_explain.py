@@ -119,7 +119,7 @@ def test_a_table_for_people(folder, capsys):
     assert "a token for one stream at 0" in title
     assert [name.strip() for name in names.strip("|").split("|")][:3] == ["calls", "op", "fused from"]
     assert "all calls" in lines[-2] and "whole step" in lines[-1]
-    assert "us added up; the step, measured whole, takes" in said.err
+    assert "us added up; the step, measured whole, takes" in said.err and "Python around a step: " in said.err
 
 
 @pytest.mark.parametrize("command", [["doctor"], ["ops"], ["bench", "tiny", "--explain"], ["list"]], ids=" ".join)

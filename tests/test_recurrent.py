@@ -203,7 +203,7 @@ def test_gates_of_a_token_do_not_depend_on_the_others_and_may_replace_their_inpu
         {"out": torch.empty(2, 3, 4, 47)},
         {"in_place": False, "out": torch.empty(2, 3, 4, 48)},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_gated_delta_refuses(change):
     names = ("q", "k", "v", "g", "beta")
@@ -223,7 +223,7 @@ def test_gated_delta_refuses(change):
         {"slots": torch.tensor([0, 0])},
         {"activation": "gelu"},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_causal_conv_refuses(change):
     with pytest.raises(ValueError, match="causal_conv: "):

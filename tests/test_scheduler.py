@@ -235,6 +235,7 @@ def test_draws_depend_on_the_seed_alone(start):
     assert len({tuple(desk.ids(one)) for one in together}) > 1
 
 
+@pytest.mark.quiet
 def test_the_queue_is_bounded(start):
     scheduler, desk = start(slots=1, max_queue=2)
     jobs = [job(prompt_of(5, seed), 300) for seed in range(3)]
@@ -249,6 +250,7 @@ def test_the_queue_is_bounded(start):
     desk.wait(last)
 
 
+@pytest.mark.quiet
 def test_a_short_prompt_passes_a_long_one(start):
     scheduler, desk = start(slots=3, capacity=1024, chunk=16)
     long, short = job(prompt_of(900), 1), job([1, 2, 3], 1)
@@ -337,6 +339,7 @@ def test_row_50_a_reply_that_cannot_be_decoded_ends_alone(start):
     assert desk.pieces[bad][-1].error == "the reply could not be decoded" and desk.ids(good) == alone([5, 6, 7], 5)
 
 
+@pytest.mark.quiet
 def test_row_54_out_of_memory_is_tried_again_smaller(start, monkeypatch):
     scheduler, desk = start(prefix_bytes=1 << 26)
     jobs = [job([5, 6, 7], 6), job(prompt_of(90), 6, temperature=1.0, seed=3)]
@@ -377,6 +380,7 @@ def test_row_51_a_device_that_is_lost_ends_the_thread(start, monkeypatch):
         scheduler.submit(job([1], 1))
 
 
+@pytest.mark.quiet
 def test_row_51_a_step_that_hangs_is_seen(start, monkeypatch):
     from halfbyte.engine import Engine
 

@@ -48,6 +48,7 @@ def add(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     add_memory(parser)
     add_top_k_experts(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
+    add_cpu_activations(parser)
     add_deterministic(parser)
     parser.add_argument("-t", "--threads", type=whole, metavar="N", help="CPU threads (default: one a core)")
     _add_sampling(parser.add_argument_group("sampling", "what is not given comes from the model"))
@@ -61,13 +62,14 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     sized = {
         "--ram": "of weights and caches on the host", "--memory-limit": "of the whole process on the host",
-        "--gpu-memory": "of the whole process on the GPU",
+        "--gpu-memory": "of weights, caches and working memory on a CUDA GPU",
     }  # fmt: skip
     for name, help in sized.items():
         group.add_argument(name, type=byte_count, metavar="SIZE", help=f"at most, {help} (default: what is free)")
     group.add_argument(
         "--fit", choices=["on", "off"], default="on",
-        help="on: where memory has no room for all experts, leave some on disk (CPU); off: refuse (default: on)",
+        help="on: where memory has no room for all experts, leave some on disk (CPU) or in host memory (CUDA); off: "
+        "refuse (default: on)",
     )  # fmt: skip
 
 
@@ -90,6 +92,13 @@ def add_deterministic(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deterministic", action="store_true",
         help="a reply's bits do not depend on what else is computed beside it; slower on a GPU",
+    )  # fmt: skip
+
+
+def add_cpu_activations(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cpu-activations", choices=["f32", "i16", "i8"], default="f32",
+        help="of products on a CPU: f32, or faster i16 (error about 1e-4) or i8 (1e-2) (default: f32)",
     )  # fmt: skip
 
 
@@ -132,7 +141,7 @@ def checked(args: argparse.Namespace) -> Wishes:
 
 
 def require_device(args: argparse.Namespace) -> None:
-    """The device that was asked for is here; nothing asked is always right."""
+    """The device that was asked for is here, nothing asked is always right; and how it computes is settled."""
     import torch
 
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -143,6 +152,10 @@ def require_device(args: argparse.Namespace) -> None:
         from ..ops.dispatch import make_deterministic
 
         make_deterministic()
+    if (kind := getattr(args, "cpu_activations", "f32")) != "f32":
+        from ..ops.dispatch import use_cpu_activations
+
+        use_cpu_activations(kind)
 
 
 def loaded(

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import size
 from ..progress import bar, counter, kernels, passing, say
-from .arguments import DEFAULT_MODEL, add_deterministic, add_memory, add_top_k_experts, allowed, require_device
+from .arguments import (
+    DEFAULT_MODEL,
+    add_cpu_activations,
+    add_deterministic,
+    add_memory,
+    add_top_k_experts,
+    allowed,
+    require_device,
+)
 from .explaining import new_table, show_steps
 from .numbers import at_least_one, counts, pair, seconds, whole
 from .pull import located
@@ -67,6 +75,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add_memory(parser)
     add_top_k_experts(parser)
     add_deterministic(parser)
+    add_cpu_activations(parser)
     parser.add_argument("--no-warmup", action="store_true", help="let the first turn count, too")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
     parser.add_argument("-o", "--output", choices=FORMS, default="md", help="(default: md)")
@@ -141,16 +150,18 @@ def recorded(args: argparse.Namespace, model: Decoder, layers: int) -> Iterator[
     from ..routes import Routes
 
     routes = Routes(model.fingerprint, layers, model.expert_count, model.experts_per_token)
-    with routes.recording():
+    with routes.recording(model.layers):
         yield
     routes.save(args.record_routes)
 
 
 def reads_since(before: Reads | None, model: Decoder) -> dict[str, Any]:
-    """What experts on disk have meant for a test; null where they are all in memory."""
+    """What experts elsewhere have meant for a test; null where they are all in memory, or none is on disk."""
     if model.residency is None or before is None:
         return {"expert_hit_rate": None, "disk_bytes_read": None, "disk_gbps": None}
     reads = model.residency.reads - before
+    if model.residency.source != "disk":
+        return {"expert_hit_rate": reads.hit_rate, "disk_bytes_read": None, "disk_gbps": None}
     rate = reads.bytes / reads.seconds / 1e9 if reads.seconds else None
     return {"expert_hit_rate": reads.hit_rate, "disk_bytes_read": reads.bytes, "disk_gbps": rate}
 

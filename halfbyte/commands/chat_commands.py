@@ -93,8 +93,9 @@ def stats(rest: str, conversation: Conversation, model: str) -> str:
         ]
     if (residency := conversation.model.residency) is not None and (rate := residency.reads.hit_rate) is not None:
         read, seconds = residency.reads.bytes, residency.reads.seconds
-        speed = f" at {size(round(read / seconds))}/s" if seconds else ""
-        rows += [("experts", f"{rate:.1%} were in memory ({size(residency.nbytes)}); {size(read)} read{speed}")]
+        came = f"{size(read)} from {residency.source}"
+        came += f", read at {size(round(read / seconds))}/s" if seconds else ""
+        rows += [("experts", f"{rate:.1%} were in memory ({size(residency.nbytes)}); {came}")]
     return table(rows)
 
 

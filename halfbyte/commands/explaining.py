@@ -62,7 +62,8 @@ def row(line: Line, step: float) -> dict[str, Any]:
         "calls": line.count, "op": line.op, "fused_from": list(line.parts) if len(line.parts) > 1 else [],
         "result": line.result, "bytes": round(line.bytes), "flops": round(line.flops), "us": 1e6 * line.seconds,
         "total_us": 1e6 * line.seconds * (line.count if line.parts else 1),
-        "of_step": line.seconds * (line.count if line.parts else 1) / step, "of_floor": line.floor / line.seconds,
+        "of_step": line.seconds * (line.count if line.parts else 1) / step,
+        "of_floor": line.floor / line.seconds if line.seconds else None,
     }  # fmt: skip
 
 
@@ -74,7 +75,8 @@ def shown(row: dict[str, Any]) -> dict[str, str]:
         "calls": str(row["calls"]), "op": row["op"], "fused from": ", ".join(parts), "result": row["result"],
         "bytes": size(row["bytes"]), "flops": amount(row["flops"]),
         "us": f"{row['us']:.2f}" if several else "", "in all": f"{row['total_us']:.1f}",
-        "of step": f"{row['of_step']:.1%}", "of floor": f"{row['of_floor']:.1%}",
+        "of step": f"{row['of_step']:.1%}",
+        "of floor": "" if row["of_floor"] is None else f"{row['of_floor']:.1%}",
     }  # fmt: skip
 
 
@@ -89,7 +91,16 @@ def amount(count: float) -> str:
 def how(found: Explanation, device: str) -> str:
     """What was measured, in a line; the calls apart take another time than the step."""
     way = "the calls of a kind as one graph" if device == "cuda" else "each call in its place in a step"
-    return (
+    said = (
         f"timed {way}: {1e6 * found.calls.seconds:.1f} us added up; the step, measured whole, takes "
         f"{1e6 * found.seconds:.1f} us{BUSY * found.busy}"
+    )
+    if found.python is not None:
+        said += f"\nPython around a step: {1e6 * found.python:.1f} us, {found.python / found.seconds:.1%} of it"
+    if (copies := found.copies) is None:
+        return said
+    return (
+        f"{said}\nexperts from host memory: {size(round(copies.bytes))} a step in {1e6 * copies.seconds:.1f} us, "
+        f"{copies.bytes / max(copies.seconds, 1e-12) / 1e9:.1f} GB/s, of which {1e6 * found.beside:.1f} us ran beside "
+        "computing"
     )

@@ -44,6 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_memory(parser)
     shared.add_top_k_experts(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
+    shared.add_cpu_activations(parser)
     parser.add_argument("-t", "--threads", type=whole, metavar="N", help="CPU threads (default: one a core)")
     group = parser.add_argument_group("limits")
     for name, kind, default, metavar, help in Settings.flags():

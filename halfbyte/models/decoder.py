@@ -12,6 +12,7 @@ from .. import limits
 from ..cache import Cache, Kept
 from ..checkpoint import Weights
 from ..config import Config
+from ..device_experts import DeviceResidency
 from ..residency import Residency
 from ..step import Step
 from .layers import Embedding, Linear, Norm
@@ -40,11 +41,14 @@ class Layer:
         self.before = Norm(weights, "input_layernorm", H, eps)
         self.between = Norm(weights, "post_attention_layernorm", H, eps)
         self.mixer, self.mlp, self.kept = mixer, mlp, mixer.kept
+        self.foresee: Callable[[Tensor, torch.dtype], None] | None = None  # told of h, where experts may come early
 
     def __call__(self, h: Tensor, r: Tensor | None, step: Step, kept: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The stream h and what the layer before adds to it, to the same of this layer."""
         x, h = self.before.after(h, r, step.dtype)
         x, h = self.between.after(h, self.mixer(x, step, kept), step.dtype)
+        if self.foresee is not None:
+            self.foresee(h, step.dtype)
         return h, self.mlp(x)
 
 
@@ -63,7 +67,7 @@ class Decoder:
             weights.skip("lm_head")
         self.expert_count = self.experts_per_token = 0  # of a layer; a mixture says how many
         self.fingerprint = ""  # of the checkpoint, once it is loaded
-        self.residency: Residency | None = None  # where its experts are, if they are not all in memory
+        self.residency: Residency | DeviceResidency | None = None  # where its experts are, if not all in one memory
         self.compiled = False  # whether compilation.py has seen to its kernels
         self.layers: list[Any] = []
 
@@ -77,12 +81,14 @@ class Decoder:
     def kept(self) -> list[Kept]:
         return [layer.kept for layer in self.layers]
 
-    def new_cache(self, slots: int = 1, capacity: int = 0, chunk: int | None = None) -> Cache:
+    def new_cache(
+        self, slots: int = 1, capacity: int = 0, chunk: int | None = None, padding: int | None = None
+    ) -> Cache:
         """Room for requests of this model. `chunk` is how many tokens a request may bring in one step."""
         chunk = chunk or (512 if self.device.type == "cpu" else 2048)
         if self.device.type != "cpu":  # GPU kernels are compiled anew for a size that 16 does not divide
             capacity = -(-capacity // 16) * 16
-        return Cache(self.kept, slots, capacity, chunk=chunk, device=self.device, dtype=self.dtype)
+        return Cache(self.kept, slots, capacity, chunk=chunk, device=self.device, dtype=self.dtype, padding=padding)
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:
         """The logits [wanted, V] of a step, in the dtype of the activations. The cache takes in the step's tokens."""

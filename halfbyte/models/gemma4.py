@@ -136,16 +136,26 @@ class GemmaMixture:
 
     def __init__(self, config: Config, weights: Weights, H: int, eps: float) -> None:
         E = config.integer("num_experts", 1, limits.EXPERTS)
-        self.k = config.integer("top_k_experts", 1, E)
         self.experts = weights.experts(
             "experts.switch_glu", E, config.integer("moe_intermediate_size", 1, limits.HIDDEN), H
         )
         self.router_scale = weights.tensor("router.scale", H).float() * H**-0.5
-        self.router, self.shares = Linear(weights, "router.proj", E, H), weights.tensor("router.per_expert_scale", E)
+        self.router = GemmaRouter(weights, H, E, config.integer("top_k_experts", 1, E))
         self.before = Norm(weights, "pre_feedforward_layernorm_2", H, eps)
         self.after = Norm(weights, "post_feedforward_layernorm_2", H, eps)
         self.after_dense = Norm(weights, "post_feedforward_layernorm_1", H, eps)
 
     def __call__(self, for_router: Tensor, for_experts: Tensor) -> Tensor:
-        ids, shares = route(self.router(for_router), self.k, per_expert_scale=self.shares)
+        ids, shares = self.router(for_router)
         return self.after(combine(expert_mlp(for_experts, ids, self.experts, ACTIVATION), shares))
+
+
+class GemmaRouter:
+    """The k largest of softmax(gate x), each share times a scale of the expert's."""
+
+    def __init__(self, weights: Weights, H: int, E: int, k: int) -> None:
+        self.gate, self.k = Linear(weights, "router.proj", E, H), k
+        self.scales = weights.tensor("router.per_expert_scale", E)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return route(self.gate(x), self.k, per_expert_scale=self.scales)

@@ -97,11 +97,11 @@ class GatedDeltaNet:
         def convolve(run: Run, x: Tensor) -> Tensor:
             if step.count is None:
                 return causal_conv(x, self.conv, kept["conv"], slots=run.slots)
-            slot = run.slots.long()
-            past = torch.cat([kept["conv"][slot], x], 1)
+            slots, row = run.slots.long(), torch.arange(run.B, device=x.device)[:, None]
+            past = torch.cat([kept["conv"][slots], x], 1)
             y = causal_conv(x, self.conv, kept["conv"], slots=run.slots)
-            tail = step.count + torch.arange(self.width - 1, device=x.device)
-            kept["conv"].index_copy_(0, slot, past[:, tail])
+            tail = step.count[:, None] + torch.arange(self.width - 1, device=x.device)
+            kept["conv"].index_copy_(0, slots, past[row, tail])
             return y
 
         mixed = step.each_run(convolve, qmm(x, self.qkv))
@@ -113,8 +113,8 @@ class GatedDeltaNet:
         )
         g, beta = delta_gates(qmm(x, self.a), qmm(x, self.b), self.a_log, self.dt_bias)
         if step.count is not None:  # behind it the state stays as it is
-            real = torch.arange(T, device=x.device)[:, None] < step.count
-            g, beta = torch.where(real, g, 1.0), torch.where(real, beta, 0.0)
+            real = torch.arange(T // len(step.count), device=x.device) < step.count[:, None]
+            g, beta = torch.where(real.view(T, 1), g, 1.0), torch.where(real.view(T, 1), beta, 0.0)
 
         def recur(run: Run, *inputs: Tensor) -> Tensor:
             o: Tensor = gated_delta(*inputs, kept["state"], slots=run.slots)  # type: ignore[misc]

@@ -177,7 +177,8 @@ class Api:
         return JSONResponse({"status": why or "ready"}, 200 if why is None else 503)
 
     async def numbers(self, request: Request) -> Response:
-        return PlainTextResponse(metrics.text(self._numbers()), media_type="text/plain; version=0.0.4")
+        values = await asyncio.to_thread(self._numbers)  # some may wait for a GPU
+        return PlainTextResponse(metrics.text(values), media_type="text/plain; version=0.0.4")
 
     def _numbers(self) -> dict[str, tuple[str, metrics.Value]]:
         scheduler, counts = self.service.scheduler, self.service.scheduler.counts
@@ -209,7 +210,7 @@ class Api:
             "expert_cache_misses_total": ("Experts that had to be read.", reads.missing),
             "expert_read_bytes_total": ("Bytes of experts read.", reads.bytes),
             "expert_read_seconds_total": ("Time in which they were read.", reads.seconds),
-            "expert_read_stalls_total": ("Times that a read seemed to have no end.", residency.reader.stalls),
+            "expert_read_stalls_total": ("Times that a read seemed to have no end.", residency.stalls),
         }
 
 

@@ -24,6 +24,9 @@ from .settings import Settings
 BACKLOG = 2048
 DESCRIPTORS = 256  # beside those of connections
 STEP_SECONDS = 5.0  # that a last step may take
+SWITCH_SECONDS = (
+    0.5e-3  # that the engine waits for Python while replies are written; of 5 ms, the usual, a GPU stands still
+)
 LEAVE_SECONDS = 2.0  # after the time to drain is over, for the last words to be sent
 
 
@@ -164,6 +167,7 @@ def serve(app: ASGIApp, service: Service, sock: socket.socket, hold: list[Proces
         timeout_graceful_shutdown=int(settings.drain_seconds + LEAVE_SECONDS),
     )  # fmt: skip
     raise_descriptor_limit(settings.max_connections)
+    sys.setswitchinterval(SWITCH_SECONDS)
     process = Process(config, service)
     hold.append(process)
     process.run(sockets=[sock])

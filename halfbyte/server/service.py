@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..cache import Cache, bytes_of
+from ..cache import Cache, bytes_of, padding_of
 from ..chat import Tokenizer
 from ..engine import Processor, Request
 from ..errors import NotEnoughMemory, size
@@ -164,7 +164,7 @@ def new_cache(model: Decoder, settings: Settings, free: int) -> Cache:
     chunk = model.new_cache(0).chunk
 
     def need(tokens: int) -> int:
-        return bytes_of(model.kept, slots, tokens, chunk, model.dtype)
+        return bytes_of(model.kept, slots + padding_of(slots, model.device), tokens, chunk, model.dtype)
 
     tokens = wanted
     while tokens >= SMALLEST and need(tokens) > free:
