@@ -2,18 +2,18 @@
 
 import os
 import shutil
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from subprocess import PIPE, STDOUT
 
 import browser
 import pytest
 import torch
+import turns
+from compilations import under_way
 from hypothesis import settings
 from metal import executor
+
+from halfbyte import machine
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any is imported
@@ -38,33 +38,54 @@ settings.load_profile("default")
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=compiles)  # they come last, and the others stay in their order
+    """Those that are quiet come late and together, where they wait for no long test beside them; compilations last."""
+    items.sort(key=lambda item: (compiles(item), is_quiet(item)))
 
 
 def compiles(item):
     return item.path.name == "test_cross_compile.py"
 
 
+def is_quiet(item):
+    return item.get_closest_marker("quiet") is not None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes():
+    """Idle threads spin for a while, on cores that the other process needs: in these processes they sleep at once."""
+    os.environ["GOMP_SPINCOUNT"] = "0"
+
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        machine.threading_layer()  # has begun its threads; what tests start has the environment that users have
+        os.environ.pop("GOMP_SPINCOUNT", None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """With `pytest -n`, the other processes wait while a test that is marked `quiet` runs, fixtures and all."""
+    if not hasattr(item.config, "workerinput") or compiles(item):  # which only waits for other processes
+        return (yield)
+    shared = Path(item.config.getoption("basetemp")).parent  # where each process has a folder
+    with turns.turn(shared, alone=is_quiet(item)):
+        return (yield)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def compilations(request):
+def compilations(request, tmp_path_factory):
     """Whether kernels compile for other GPUs, by the run that test_cross_compile.py asks for: under way from now on."""
     runs = [item.callspec.params["run"] for item in request.session.items if compiles(item)]
     alone = len(runs) == len(request.session.items)
-    cores, begun = os.cpu_count() or 1, []
-
-    def compiled(run):
-        environment = {**os.environ, "TRITON_INTERPRET": "0"}  # there Triton compiles, where here it interprets
-        command = ["nice", "-n", "19", sys.executable, Path(__file__).with_name("cross_compile.py"), *run]
-        process = subprocess.Popen(command, stdout=PIPE, stderr=STDOUT, text=True, env=environment)
-        begun.append(process)
-        said, _ = process.communicate()
-        return process.returncode, said
-
-    with ThreadPoolExecutor(cores if alone else max(1, cores - 1)) as pool:
-        yield {run: pool.submit(compiled, run) for run in runs}
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in begun:  # where the session ends early
-            process.terminate()
+    cores, folder = os.cpu_count() or 1, tmp_path_factory.getbasetemp()
+    worker = getattr(request.config, "workerinput", {"workercount": 1})
+    if worker["workercount"] > 1:
+        folder = folder.parent
+        if int(worker["workerid"].removeprefix("gw")) % 2:
+            runs.reverse()  # two processes that begin at either end meet in the middle
+    threads = max(1, (cores if alone else cores - 1) // worker["workercount"])
+    with under_way(runs, folder, threads) as results:
+        yield results
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,15 @@
 
 import torch
 
-from halfbyte.kernels.triton import fused, fused_experts, fused_latent, fused_norms, fused_projections, fused_router
+from halfbyte.kernels.triton import (
+    fused,
+    fused_experts,
+    fused_latent,
+    fused_norms,
+    fused_projections,
+    fused_router,
+    slots,
+)
 from halfbyte.kernels.triton.stream import Norm
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.formats import Packed
@@ -111,6 +119,19 @@ def chosen_experts(B, H, I, E, k, shared, dense, groups):  # noqa: E741
     fused_experts.down_and_add(between, ids, weights, gate, experts.down, h, keep=kept, out=wide(B, H))
 
 
+def fetched_experts(B, H, I, E, k, *_):  # noqa: E741
+    """Slots for what B tokens chose of experts in host memory, and the copies."""
+
+    def parts(count):
+        stacks = (packed(count, I, H), packed(count, I, H), packed(count, H, I))
+        return [part for one in stacks for part in (one.words, one.scales, one.biases)]
+
+    state = whole(3, E), meta(4, dtype=torch.int64)
+    slots.assign_slots(whole(B, k), state, limit=1)
+    _, loads = slots.assign_slots(whole(B, k), state)
+    slots.fill_slots(loads, parts(E), parts(E // 4))
+
+
 def onto_stream(B, N, inner, after):
     """A projection out of a mixer with what is kept for the norm behind it, and one that reads that."""
     x, w, h = meta(B, inner), packed(N, inner), wide(B, N)
@@ -121,7 +142,8 @@ def onto_stream(B, N, inner, after):
 
 
 FAMILIES = ((rotate_and_append, ATTENTIONS), (recurrent_step, RECURRENCES), (combine_and_norm, MIXTURES),
-            (norm_chain, CHAINS), (rotate_and_append_latent, LATENTS), (chosen_experts, CHOICES))  # fmt: skip
+            (norm_chain, CHAINS), (rotate_and_append_latent, LATENTS), (chosen_experts, CHOICES),
+            (fetched_experts, CHOICES))  # fmt: skip
 LAUNCHES = {
     f"{launch.__name__}[{', '.join(map(str, (B, *shape)))}]": (launch, (B, *shape))
     for launch, shapes in FAMILIES

@@ -1,13 +1,20 @@
-"""Models whose experts stay on disk, for tests: budgets in slots, and the tokens that a model says."""
+"""Models whose experts are elsewhere, for tests: budgets in slots, and the tokens that a model says."""
 
 from pathlib import Path
 
+import torch
+
+from halfbyte import checkpoint as checkpoints
 from halfbyte import hub
 from halfbyte.accounting import skeleton
+from halfbyte.device_experts import DeviceResidency
 from halfbyte.engine import Engine, Request
-from halfbyte.residency import plan
+from halfbyte.expert_shares import plan
+from halfbyte.host_experts import in_host_memory
+from halfbyte.models import MODELS
 from halfbyte.sampling import SamplingParams
 
+CPU = torch.device("cpu")
 TINY = Path(hub.locate("tiny"))
 PROMPT = [5, 9, 100, 7, 33, 4, 61, 62, 63, 5, 9, 12]
 GREEDY = SamplingParams(temperature=0.0)
@@ -21,6 +28,20 @@ def budget_of(folder, slots):
     """Bytes of so many slots of each form."""
     mixtures = mixtures_of(folder)
     return sum(slots * share.expert_bytes for share in plan(mixtures, 1 << 40, 1))
+
+
+def beside(folder, slots):
+    """The model of a folder with its experts in host memory and so many slots a layer; a CPU stands in for both."""
+    checkpoint = checkpoints.open(folder, set(MODELS))
+    build, empty = MODELS[checkpoint.config.model_type], checkpoint.weights("meta")
+    layers = len(build(checkpoint.config, empty).layers)
+    empty.finish(layers=layers)
+    hosts, areas = in_host_memory(empty.ledger)
+    residency = DeviceResidency(hosts, [slots] * len(hosts), CPU, areas)
+    model = build(checkpoint.config, empty.load(CPU, lenders=residency.lenders))
+    model.residency = residency
+    residency.foresee(model.layers, 1)
+    return model
 
 
 def tokens(model, count=12):

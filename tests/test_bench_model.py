@@ -171,6 +171,7 @@ def test_a_test_computes_what_it_says(model, account, test, steps, monkeypatch):
         return call(self, step, cache)
 
     monkeypatch.setattr(type(model), "__call__", counting)
+    monkeypatch.setattr(bench_model, "Engine", partial(Engine, replays=False))  # a replay calls no model
     result = measure(model, account, test, repetitions=1, warm_up=False)
     assert ran[bool(test.depth) :] == steps
     assert min(positions[bool(test.depth) :]) == test.depth
@@ -210,7 +211,7 @@ def test_no_graph_is_captured_while_the_time_is_taken(model, account, test, monk
     monkeypatch.setattr(replaying, "captures", lambda device: True)
     monkeypatch.setattr(replaying, "bound", bound)
     monkeypatch.setattr(bench_model, "run", turn)
-    monkeypatch.setattr(bench_model, "Engine", partial(Engine, replays=True))
+    monkeypatch.setattr(bench_model, "Engine", partial(Engine, replays=True, ahead=True))
     monkeypatch.setattr(model, "new_cache", lambda slots, room: new_cache(slots, room, 32), raising=False)
     result = measure(model, account, test, repetitions=3)
     assert len(result.turns) == 3

@@ -57,7 +57,7 @@ def test_plan_measures_and_says_whether_it_fits(ask, folder, monkeypatch):
 def test_doctor_says_what_is_used_and_why_not_the_rest(ask):
     status, text, _ = ask("doctor")
     assert status == 0
-    for said in ("halfbyte  0.", "cuda", "mps", "numba", "threads", "free on cpu", "kernels for 22 of 22 ops"):
+    for said in ("halfbyte  0.", "cuda", "mps", "numba", "threads", "free on cpu", "i16", "kernels for 22 of 22 ops"):
         assert said in text
     assert "executed and race-checked on a CPU, not yet timed on Apple hardware" in " ".join(text.split())
     assert json.loads(ask("doctor", "--json")[1])["devices"].keys() == {"cuda", "mps", "cpu"}

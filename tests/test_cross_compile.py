@@ -1,7 +1,7 @@
 """Every serving configuration compiles for the GPUs we name, within their shared memory; no GPU is needed.
 
-That takes minutes of one core, and the other tests leave one idle: conftest.py begins it with the first test of a
-session, beside all others and behind them in priority, and these tests come last.
+That takes minutes of one core: conftest.py begins it with the first test of a session, beside all others and behind
+them in priority, so that it has what they leave idle, and these tests come last.
 """
 
 import os

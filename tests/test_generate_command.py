@@ -145,6 +145,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.quiet
 def test_progress_on_a_terminal_is_taken_away_again(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
@@ -165,6 +166,7 @@ def test_progress_on_a_terminal_is_taken_away_again(monkeypatch):
     assert screen.getvalue().endswith("\r\x1b[K")
 
 
+@pytest.mark.quiet
 def test_progress_elsewhere_is_a_line_now_and_then(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(progress, "PLAIN_EVERY", 0.05)

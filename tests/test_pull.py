@@ -305,6 +305,7 @@ def forbid_sockets(monkeypatch):
         monkeypatch.setattr(socket, name, refuse)
 
 
+@pytest.mark.quiet
 def test_row_64_offline_opens_no_socket(server, capsys, monkeypatch):
     forbid_sockets(monkeypatch)
     start = time.perf_counter()

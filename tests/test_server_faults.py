@@ -54,6 +54,7 @@ def latency(server, until):
     return longest
 
 
+@pytest.mark.quiet
 def test_row_31_a_million_tokens_are_refused_by_their_bytes(server):
     """And nobody else waits for that: of three tries, the one that other work on the machine disturbed least."""
     text, longest = "word " * 800_000, []
@@ -511,6 +512,7 @@ def streaming(server, body, into):
             into.append(line)
 
 
+@pytest.mark.quiet
 def test_row_65_sigterm_lets_replies_end(tmp_path):
     server, said = Server(tmp_path), []
     short = {**LONG, "max_tokens": 60}

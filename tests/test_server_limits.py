@@ -109,6 +109,7 @@ GREEDY = {
 }
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("name", GREEDY)
 def test_limits_of_templates(tmp_path, name):
     """A template that takes more than it may is stopped; with the limit as it is by default, this one is not slow."""

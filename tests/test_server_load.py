@@ -119,6 +119,7 @@ def seconds(server, prompt):
 TRIES = 4  # of what is timed: other work on the machine is not what a bar is about, and the best try has least of it
 
 
+@pytest.mark.quiet
 def test_a_shared_beginning_of_2000_tokens_makes_the_second_prompt_ten_times_faster(server, loaded):
     times_faster = 0.0
     for seed in range(TRIES):
@@ -133,6 +134,7 @@ def test_a_shared_beginning_of_2000_tokens_makes_the_second_prompt_ten_times_fas
     assert warm[2] == halfbyte.generate(*loaded, [*begin, 8, 9, 10], **wish)
 
 
+@pytest.mark.quiet
 def test_32_clients_get_four_times_the_tokens_of_one(server):
     async def together(clients):
         """Tokens per second."""
@@ -150,6 +152,7 @@ def test_32_clients_get_four_times_the_tokens_of_one(server):
     assert max(ratios) >= 4
 
 
+@pytest.mark.quiet
 def test_a_short_prompt_does_not_wait_for_a_long_one(server):
     waits = []
     for seed in range(TRIES):

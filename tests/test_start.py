@@ -65,16 +65,6 @@ def test_import_is_instant_and_loads_nothing_heavy():
     assert min(float(seconds) for seconds, _ in said) < 0.1
 
 
-def test_help_is_instant():
-    """0.3 s. Best of five, in time of the CPU, so that other processes do not count."""
-    times = []
-    for _ in range(5):
-        begin = cpu_seconds_of_children()
-        subprocess.run([sys.executable, "-m", "halfbyte", "--help"], capture_output=True, check=True)
-        times.append(cpu_seconds_of_children() - begin)
-    assert min(times) < 0.3
-
-
 def cpu_seconds_of_children():
     spent = os.times()
     return spent.children_user + spent.children_system

@@ -139,6 +139,7 @@ def test_row_28_a_bomb_is_an_error_within_its_limits(source, monkeypatch):
     assert render("{{ 1 + 1 }}", {}) == "2"
 
 
+@pytest.mark.quiet
 def test_row_28_a_bomb_is_killed_after_two_seconds():
     render("", {})  # it runs
     started = time.monotonic()
