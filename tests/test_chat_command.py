@@ -57,7 +57,7 @@ class Terminal:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs, as these tests may be, ignore it
             own = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
             given = {**own, "TERM": "xterm", **environment}
-            os.execve(sys.executable, [sys.executable, "-m", "halfbyte", *map(str, arguments)], given)
+            os.execve(sys.executable, [sys.executable, *map(str, arguments)], given)
         self.shown, self.seen = "", 0
         self.bytes = b""
 
@@ -116,7 +116,9 @@ def terminal(folder, tmp_path):
 
     def start(*options, **environment):
         options = (folder, "--device", "cpu", "-t", 1, *options)
-        opened.append(Terminal("chat", *options, XDG_STATE_HOME=str(tmp_path / "state"), **environment))
+        opened.append(
+            Terminal("-m", "halfbyte", "chat", *options, XDG_STATE_HOME=str(tmp_path / "state"), **environment)
+        )
         return opened[-1]
 
     yield start
@@ -146,7 +148,6 @@ def test_ctrl_c_stops_the_reply_and_nothing_else(terminal, loaded, tmp_path):
     person.say(f"/save {tmp_path / 'talk'}")
     person.expect("4 messages saved")
     person.expect("> ")
-    time.sleep(0.5)  # once a signal right after the prompt was lost: before Python's readline waited for it, it seems
     person.type("\x03")
     person.expect("Ctrl-D or /bye leaves.")
     person.expect("> ")
@@ -293,6 +294,30 @@ def interruptible():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_between_two_keys_is_not_slept_through(tmp_path):
+    """Once in some hundred times Ctrl-C came while readline showed a key, and it then waited for the next one.
+
+    `interrupt_main` makes that moment: Python knows of the signal, and nothing wakes what waits.
+    """
+    program = """
+import _thread, threading
+from halfbyte.commands.chat_input import Input
+from halfbyte.commands.interrupts import interrupts
+with interrupts():
+    threading.Timer(0.3, _thread.interrupt_main).start()
+    try:
+        Input(interactive=True).message()
+    except KeyboardInterrupt:
+        print("noticed")
+"""
+    person = Terminal("-c", program, XDG_STATE_HOME=str(tmp_path))
+    try:
+        person.expect("noticed")
+        assert person.status() == 0
+    finally:
+        person.close()
 
 
 def test_an_interrupt_that_is_ignored_stays_so(interruptible):

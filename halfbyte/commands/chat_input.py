@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ..files import write_whole
+from .interrupts import noticed
 
 QUOTES = '"""'  # opens and closes a message of several lines
 REMEMBERED = 1000  # messages that the arrow keys find again
@@ -66,7 +67,8 @@ class Input:
 
     def _line(self, prompt: str) -> str:
         if self.interactive:
-            return input(prompt)
+            with noticed():
+                return input(prompt)
         line = sys.stdin.readline()
         if not line:
             raise EOFError

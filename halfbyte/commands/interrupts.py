@@ -12,6 +12,7 @@ from typing import Any
 
 # An exception out of the middle of these leaves them broken, or is swallowed by the C code that called them.
 FRAGILE = ("numba", "llvmlite", "triton", "importlib")
+NOTICED = 0.1  # seconds after which Ctrl-C at a prompt is noticed at the latest
 
 
 @contextmanager
@@ -50,6 +51,24 @@ def interrupts(stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
     finally:
         sys.unraisablehook = before[1]
         signal.signal(signal.SIGINT, before[0])
+
+
+@contextmanager
+def noticed() -> Iterator[None]:
+    """While this is entered, a signal is not slept through by C code that looks for signals only when one wakes it.
+
+    `input` with readline is such code: a Ctrl-C that comes while it shows the last key would wait for the next one.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    signal.setitimer(signal.ITIMER_REAL, NOTICED, NOTICED)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def outside(frame: FrameType) -> FrameType:
