@@ -4,17 +4,19 @@ A stacked expert is nine ranges, or one where a file has it in one place: ranges
 Where the system has no room to keep files in memory, reads go past it, straight from the disk into a page-aligned
 buffer: clearing pages that nobody asks for again, and taking them away from others, costs more than the copy out.
 Numba's kernels hold Python's lock, so threads read in compiled code, which does without it. What that cannot read is
-read again by Python, which says why.
+read again by Python, which says why. What the system has in its memory is copied from there by the threads of kernels,
+between two of them: those wait for each other awake, and would keep threads that read from the cores.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from ctypes import addressof, c_char
 from functools import cache
 from importlib.util import find_spec
@@ -34,6 +36,7 @@ THREADS = 8
 CUT = 2 << 20  # bytes of one read: most experts in one, where a file has them so
 SHARED = 1 << 20  # the same where there is less than that for each thread, so that they share an expert
 STALLED = 5.0  # seconds without an end, after which people are told
+NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux has it: read only what is in the system's memory
 BILLION = 10**9  # nanoseconds in a second
 
 
@@ -131,9 +134,9 @@ def now() -> int:
 
 
 @cache
-def compiled_reads() -> Callable[..., int] | None:
+def compiled(name: str) -> Callable[..., int] | None:
     """Where there is no Numba, Python reads."""
-    return None if find_spec("numba") is None else dispatch.find("numba", "reads", "read_runs")
+    return None if find_spec("numba") is None else dispatch.find("numba", "reads", name)
 
 
 class ExpertReader:
@@ -153,11 +156,29 @@ class ExpertReader:
         self.waited = 0.0  # of these, somebody had nothing else to do
         self.jobs: list[Future[None]] = []
         self.batch, self.held = Batch([], {}, set(), threads), ExitStack()
-        self.paths: set[Path] = set()  # that these jobs read
-        compiled_reads()  # loaded now, not when somebody waits for a read
+        self.unchecked: set[Path] = set()  # what was read of, and must not have changed meanwhile
+        compiled("read_runs")  # loaded now, not when somebody waits for a read
         for path in list(files)[:most_open]:  # a file that is deleted while it is open can still be read
             with self.files.open(path):
                 pass
+
+    def take(self, ranges: Sequence[Range]) -> Sequence[Range]:
+        """Fill what the system has of these in its memory, and return the rest. Nothing may be under way."""
+        begun, found, read = now(), runs(ranges, SHARED), compiled("read_kept")
+        with self._opened({run[0].path for run in found}) as opened:
+            if not (opened and self.files.buffered and NOWAIT and read):
+                return ranges
+            batch, filled = Batch(found, opened, self.files.buffered, self.threads), np.zeros(len(found), np.bool_)
+            read(batch.taken, batch.table, batch.places, NOWAIT, filled)
+            self.unchecked |= opened.keys()
+        left = [one for run, whole in zip(found, filled.tolist(), strict=True) if not whole for one in run]
+        if not left:
+            self._check()
+        seconds = (now() - begun) / BILLION
+        self.seconds, self.waited = self.seconds + seconds, self.waited + seconds
+        self.bytes += batch.bytes - sum(len(one.view) for one in left)
+        self.calls += int(filled.sum())
+        return left
 
     def start(self, ranges: Iterable[Range]) -> None:
         """Begin to fill these. What was begun before is done, or given up by all its threads, when this returns.
@@ -169,8 +190,9 @@ class ExpertReader:
         wanted = list(ranges)
         plenty = sum(len(one.view) for one in wanted) > CUT * self.threads // 2
         found = runs(wanted, CUT if plenty else SHARED)
-        self.paths = {run[0].path for run in found}
-        opened = {path: self.held.enter_context(self.files.open(path)) for path in self._held_open()}
+        paths = {run[0].path for run in found}
+        self.unchecked |= paths
+        opened = self.held.enter_context(self._opened(paths))
         self.batch, self.jobs = Batch(found, opened, self.files.buffered, self.threads), []
         for _ in range(self.batch.threads):  # one by one: an interrupt must not lose sight of them
             self.jobs.append(self.pool.submit(self._work, self.batch))
@@ -194,7 +216,11 @@ class ExpertReader:
         self.seconds += self.batch.seconds
         self.bytes += self.batch.bytes
         self.calls += len(self.batch.runs)
-        for path in self.paths:
+        self._check()
+
+    def _check(self) -> None:
+        while self.unchecked:
+            path = self.unchecked.pop()
             with self.files.open(path) as descriptor:
                 self.files.check(path, descriptor)
 
@@ -203,12 +229,15 @@ class ExpertReader:
         self.held.close()
         self.files.close()
 
-    def _held_open(self) -> set[Path]:
-        """Files that stay open for the whole of a batch; where they are too many, Python opens one at a time."""
-        return self.paths if len(self.paths) <= self.files.most else set()
+    @contextmanager
+    def _opened(self, paths: set[Path]) -> Generator[dict[Path, int]]:
+        """Descriptors that stay open for the whole of a batch; where they are too many, Python opens one at a time."""
+        with ExitStack() as held:
+            few = len(paths) <= self.files.most
+            yield {path: held.enter_context(self.files.open(path)) for path in paths} if few else {}
 
     def _work(self, batch: Batch) -> None:
-        pages, thread, read = self._pages(), batch.join(), compiled_reads()
+        pages, thread, read = self._pages(), batch.join(), compiled("read_runs")
         try:
             while True:
                 if read is None:

@@ -7,7 +7,7 @@ While a layer computes with the last of its experts, what the next one will prob
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -19,7 +19,7 @@ from . import memory
 from .checkpoint.ledger import Mixture
 from .checkpoint.spans import Span
 from .errors import CheckpointError, StorageError
-from .expert_cache import POLICIES, ExpertCache, Key
+from .expert_cache import POLICIES, ExpertCache, Key, Round
 from .expert_reader import ExpertReader, Range
 from .expert_shares import Form, Part, Share, parts_of
 from .ops.experts import Experts, Lender, Loan, Projection
@@ -112,7 +112,11 @@ class StoredExperts(Lender):
             rounds = cache.rounds(self.layer, chosen)
             now = next(rounds)
             for later in rounds:
-                with self._reading(later.loads):
+                left = self.ahead.reader.take(self.ranges(later.loads))
+                if not left and len(now.keys) + len(later.keys) == len(chosen):  # all of it is here: in one go
+                    now = Round(now.keys + later.keys, [])
+                    break
+                with self._reading(left):
                     if now.keys:
                         yield self._loan(ids, flat, now.keys, len(chosen))
                 now = later
@@ -126,8 +130,8 @@ class StoredExperts(Lender):
             raise
 
     @contextmanager
-    def _reading(self, loads: list[tuple[Key, int]]) -> Generator[None]:
-        self.ahead.reader.start(self.ranges(loads))
+    def _reading(self, ranges: Sequence[Range]) -> Generator[None]:
+        self.ahead.reader.start(ranges)
         yield
         self.ahead.reader.finish()
 

@@ -20,7 +20,9 @@ from streaming import TINY, budget_of, shard, tokens
 from test_reading import limited
 
 from halfbyte import expert_reader
+from halfbyte.checkpoint.shards import State
 from halfbyte.errors import CheckpointError, StorageError
+from halfbyte.expert_reader import ExpertReader, Range
 from halfbyte.loading import load_model
 
 
@@ -29,7 +31,7 @@ def preadv(monkeypatch):
     """`preadv(stand_in)` puts another function in the place of os.preadv: Python then reads, not compiled code."""
 
     def put(stand_in):
-        monkeypatch.setattr(expert_reader, "compiled_reads", lambda: None)
+        monkeypatch.setattr(expert_reader, "compiled", lambda name: None)
         monkeypatch.setattr(os, "preadv", stand_in)
 
     return put
@@ -98,16 +100,47 @@ def test_a_guess_whose_reads_do_not_begin_is_forgotten(resident, monkeypatch):
 def test_compiled_code_leaves_to_python_what_it_cannot_read(resident, monkeypatch):
     """Descriptors that are none: the system refuses each of its reads, and Python opens the files itself."""
     model = load_model(TINY, expert_cache=budget_of(TINY, 5))
-    monkeypatch.setattr(model.residency.reader, "_held_open", set)
+    monkeypatch.setattr(model.residency.reader, "_opened", lambda paths: nullcontext({}))
     read, real = [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: read.append(n := real(fd, views, at)) or n)
     assert tokens(model, 3) == tokens(resident, 3) and sum(read) == model.residency.reader.bytes
 
 
-def test_compiled_code_reads_what_is_there(resident, monkeypatch):
+@pytest.mark.parametrize("flags", [expert_reader.NOWAIT, 0], ids=["from the system's memory", "on threads"])
+def test_compiled_code_reads_what_is_there(resident, monkeypatch, flags):
+    monkeypatch.setattr(expert_reader, "NOWAIT", flags)
     model = load_model(TINY, expert_cache=budget_of(TINY, 5))
+    for lender in model.residency.lenders.values():
+        lender.following = None  # what is read ahead is read on threads
+    if flags:
+        monkeypatch.setattr(model.residency.reader.pool, "submit", lambda *args: pytest.fail("threads read"))
     monkeypatch.setattr(os, "preadv", lambda *args: pytest.fail("Python reads"))
     assert tokens(model, 3) == tokens(resident, 3)
+
+
+def test_what_the_system_has_not_in_memory_is_read_on_threads(tmp_path):
+    """The first half of a file was dropped from there, as far as the system obliged; whoever asks for all gets all."""
+    file, data = tmp_path / "experts", os.urandom(1 << 20)
+    file.write_bytes(data)
+    with file.open("r+b") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, len(data) // 2, os.POSIX_FADV_DONTNEED)
+        state = State.of(os.fstat(opened.fileno()))
+    memory, size = bytearray(len(data)), 1 << 16
+    wanted = [Range(file, at, "w", memoryview(memory)[at : at + size]) for at in range(0, len(data), size * 2)]
+    reader = ExpertReader({file: state})
+    left = reader.take(wanted)
+    taken = [one for one in wanted if one not in left]
+    assert wanted[-1] in taken and all(bytes(one.view) == data[one.start : one.stop] for one in taken)
+    assert not any(any(one.view) for one in left) and reader.bytes == size * len(taken)
+    reader.start(left)
+    reader.finish()
+    assert all(bytes(one.view) == data[one.start : one.stop] for one in wanted) and reader.bytes == len(data) // 2
+    os.truncate(file, 1000)
+    with pytest.raises(CheckpointError, match="it ends at byte 1000; tensor 'w' needs"):
+        reader.start(reader.take(wanted))
+        reader.finish()
+    reader.close()
 
 
 def test_row_57_interrupts_and_short_reads(resident, preadv):

@@ -2,14 +2,15 @@
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import get_num_threads, prange, types
 from numba.extending import intrinsic
 
-from .compiled import unlocked
+from .compiled import inner, kernel, unlocked
 
 # The system's own calls; addresses go in as integers.
 pread = types.ExternalFunction("pread", types.intp(types.intc, types.uintp, types.uintp, types.int64))
 preadv = types.ExternalFunction("preadv", types.intp(types.intc, types.uintp, types.intc, types.int64))
+preadv2 = types.ExternalFunction("preadv2", types.intp(types.intc, types.uintp, types.intc, types.int64, types.intc))
 memcpy = types.ExternalFunction("memcpy", types.uintp(types.uintp, types.uintp, types.uintp))
 clock_gettime = types.ExternalFunction("clock_gettime", types.intc(types.intc, types.uintp))
 
@@ -54,3 +55,29 @@ def read_runs(taken, runs, places, pages, page, clock, ended):
                 memcpy(np.uintp(places[place, 0]), np.uintp(source), np.uintp(places[place, 1]))
                 source += places[place, 1]
         clock_gettime(np.intc(clock), np.uintp(ended.ctypes.data))
+
+
+@inner
+def read_rest(taken, runs, places, flags, filled):
+    """One thread's part of what follows."""
+    run = one_more(taken.ctypes.data)
+    while run < runs.shape[0]:
+        descriptor, start, stop, first, end, _ = runs[run]
+        table = np.uintp(places[first:].ctypes.data)
+        count = preadv2(np.intc(descriptor), table, np.intc(end - first), start, np.intc(flags))
+        filled[run] = count == stop - start
+        run = one_more(taken.ctypes.data)
+
+
+@kernel
+def kept_kernel(taken, runs, places, flags, threads, filled):
+    for _ in prange(threads):
+        read_rest(taken, runs, places, flags, filled)
+
+
+def read_kept(taken, runs, places, flags, filled):
+    """Fill the memory of runs that the system has in its own, on all threads. filled [R]: of which runs it had all.
+
+    taken, runs, places: as above   flags: what has the system answer at once where it would have to read
+    """
+    kept_kernel(taken, runs, places, flags, get_num_threads(), filled)
