@@ -163,7 +163,8 @@ class ExpertReader:
                 pass
 
     def take(self, ranges: Sequence[Range]) -> Sequence[Range]:
-        """Fill what the system has of these in its memory, and return the rest. Nothing may be under way."""
+        """Fill what the system has of these in its memory, and return the rest."""
+        wait(self.jobs)  # somebody may have been interrupted: what he had begun still writes
         begun, found, read = now(), runs(ranges, SHARED), compiled("read_kept")
         with self._opened({run[0].path for run in found}) as opened:
             if not (opened and self.files.buffered and NOWAIT and read):

@@ -60,7 +60,6 @@ def require_as_stored(folder: Path, mixtures: Mapping[str, Mixture]) -> None:
 class Residency:
     """The lenders of a model's layers, what they share, and what that has cost so far."""
 
-    replayable = False  # the host must know what a layer chose, to read it
     source = "disk"
 
     def __init__(
@@ -86,6 +85,11 @@ class Residency:
             name: StoredExperts(layer, mixture, shelf_of[layer], self.ahead, common)
             for layer, (name, mixture) in enumerate(zip(ledger.mixtures, mixtures, strict=True))
         }
+
+    @property
+    def replayable(self) -> bool:
+        """A recorded step guesses nothing."""
+        return not self.foresees
 
     def mend(self) -> None:
         """After a step that failed: what it had begun to read is settled."""

@@ -90,6 +90,8 @@ class Ahead:
 class StoredExperts(Lender):
     """The experts of one layer, most of them on disk."""
 
+    asks = True
+
     def __init__(self, layer: int, mixture: Mixture, shelf: Shelf, ahead: Ahead, common: Mapping[str, Tensor]) -> None:
         self.layer, self.parts, self.shelf, self.ahead = layer, parts_of(mixture), shelf, ahead
         self.following: StoredExperts | None = None  # the next layer's

@@ -67,8 +67,11 @@ def kernel(family: str, op: str, x: Tensor) -> Callable[..., Any] | None:
     return found
 
 
-def as_one(op: str, work: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
-    """`work`, shown to whoever watches as one call of this name: the kernels that it is made of are not."""
+def as_one(op: str, work: Callable[..., Any], x: Tensor, *, opens: bool = False) -> Callable[..., Any]:
+    """`work`, shown to whoever watches as one call of this name: the kernels that it is made of are not.
+
+    `opens`: to a watcher who does not take it as one they are.
+    """
     if (watch := _watcher.get()) is None:
         return work
 
@@ -76,7 +79,7 @@ def as_one(op: str, work: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
         with watching(lambda entry: entry.kernel):
             return work(*args, **kwargs)
 
-    return watch(Entry(op, language(x), alone, "")) or alone
+    return watch(Entry(op, language(x), alone, "")) or (work if opens else alone)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .dispatch import FLOATS, INTEGERS, deliver, kernel, require, require_floats, require_out, usual, wide
+from .dispatch import FLOATS, INTEGERS, as_one, deliver, kernel, require, require_floats, require_out, usual, wide
 from .formats import Packed, require_format
 from .quant import exact_weights, require_ids
 from .rowwise import ACTIVATIONS, NAMED, activate
@@ -157,9 +157,14 @@ class Loan(NamedTuple):
 
 
 class Lender(ABC):
-    """Experts of which only some are in memory at a time. `shape` is that of the gates, (E, I, H)."""
+    """Experts of which only some are in memory at a time. `shape` is that of the gates, (E, I, H).
+
+    `asks`: the host reads which experts were chosen. A step that is recorded then has the whole of a layer's experts as
+    one call.
+    """
 
     shape: tuple[int, int, int]
+    asks = False
 
     @abstractmethod
     def lend(self, ids: Tensor) -> Generator[Loan]:
@@ -222,15 +227,20 @@ def _lent_mlp(x: Tensor, ids: Tensor, lender: Lender, activation: str, out: Tens
     require_ids("expert_mlp", "ids", ids, E)
     require_out("expert_mlp", out, (*ids.shape, H), x.dtype, x.device)
     y = torch.empty(*ids.shape, H, dtype=x.dtype, device=x.device) if out is None else out
+    compute = as_one("lent_mlp", _compute_lent, x, opens=True) if lender.asks else _compute_lent
+    return compute(x, ids, lender, activation, out=y)
+
+
+def _compute_lent(x: Tensor, ids: Tensor, lender: Lender, activation: str, out: Tensor) -> Tensor:
     with closing(lender.lend(ids)) as loans:
         for loan in loans:
             if loan.pairs is None:
-                expert_mlp(x, loan.ids, loan.experts, activation, out=y)
+                expert_mlp(x, loan.ids, loan.experts, activation, out=out)
                 continue
             t, a = loan.pairs // ids.shape[1], loan.pairs % ids.shape[1]
             rows = x[t] if x.ndim == 2 else x[t, a]
-            y[t, a] = expert_mlp(rows, loan.ids, loan.experts, activation).squeeze(1)
-    return y
+            out[t, a] = expert_mlp(rows, loan.ids, loan.experts, activation).squeeze(1)
+    return out
 
 
 def _expert_weights(w: Projection, index: int, dtype: torch.dtype) -> Tensor:
