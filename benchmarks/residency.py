@@ -149,11 +149,10 @@ def plain_seconds(ranges, direct):
     return seconds
 
 
-def read_plainly(folder, ranges, warm, seconds):
-    """One token's ranges again, directly and not, from where the run had them: memory or disk. Adds what that took."""
+def read_plainly(folder, ranges, seconds):
+    """One token's ranges again, directly and not, from the disk. Adds what that took."""
     for direct in random.sample((True, False), 2):
-        if not warm:
-            drop(folder)
+        drop(folder)
         seconds[direct] += plain_seconds(ranges, direct)
 
 
@@ -251,8 +250,8 @@ def run(args):
         start = time.perf_counter()
         engine.step()
         seconds.append(time.perf_counter() - start)
-        if streamed:  # now, for a disk is not the same a minute later
-            read_plainly(args.folder, asked[-1], args.warm, plain)
+        if streamed and not args.warm:  # now, for a disk is not the same a minute later
+            read_plainly(args.folder, asked[-1], plain)
     limit = "" if args.memory_limit is None else f", {sampled.most / args.memory_limit:.1%} of the limit"
     print(f"{1 / statistics.median(seconds):.2f} tok/s; {size(sampled.most)} resident at most{limit}")
     if streamed:
@@ -264,7 +263,7 @@ def report(args, residency, reads, plain, seconds, waited):
     print(f"{size(residency.nbytes)} of experts in memory, {reads.hit_rate:.1%} of what was needed;", end=" ")
     print(f"{size(round(reads.bytes / args.tokens))} a token, read {'directly ' * direct}at {rate / 1e9:.2f} GB/s")
     print(f"of {seconds:.2f} s, reads took {reads.seconds:.2f}; {waited:.2f} were waited for them")
-    for name, straight in (("directly", True), ("through the system's memory", False)):
+    for name, straight in () if args.warm else (("directly", True), ("through the system's memory", False)):
         other = reads.bytes / plain[straight]
         print(f"the same ranges in a plain parallel read, {name}: {other / 1e9:.2f} GB/s; {rate / other:.0%} of that")
 

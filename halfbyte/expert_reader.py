@@ -22,9 +22,10 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Lock, local
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .checkpoint.descriptors import MOST, Descriptors
 from .checkpoint.reading import BUFFERS, PAGE, fill_pages, fill_views
@@ -38,6 +39,8 @@ SHARED = 1 << 20  # the same where there is less than that for each thread, so t
 STALLED = 5.0  # seconds without an end, after which people are told
 NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux has it: read only what is in the system's memory
 BILLION = 10**9  # nanoseconds in a second
+
+Integers = NDArray[np.int64]
 
 
 class Range(NamedTuple):
@@ -134,7 +137,7 @@ def now() -> int:
 
 
 @cache
-def compiled(name: str) -> Callable[..., int] | None:
+def compiled(name: str) -> Callable[..., Any] | None:
     """Where there is no Numba, Python reads."""
     return None if find_spec("numba") is None else dispatch.find("numba", "reads", name)
 
@@ -162,24 +165,26 @@ class ExpertReader:
             with self.files.open(path):
                 pass
 
-    def take(self, ranges: Sequence[Range]) -> Sequence[Range]:
-        """Fill what the system has of these in its memory, and return the rest."""
+    def take(self, paths: Sequence[Path], starts: Integers, places: Integers) -> NDArray[np.bool_]:
+        """Fill what the system has in its memory: which of the places [R] are filled now.
+
+        starts [R, 2]: the number of a path, and where to start there   places [R, 2]: address and size
+        """
         wait(self.jobs)  # somebody may have been interrupted: what he had begun still writes
-        begun, found, read = now(), runs(ranges, SHARED), compiled("read_kept")
-        with self._opened({run[0].path for run in found}) as opened:
-            if not (opened and self.files.buffered and NOWAIT and read):
-                return ranges
-            batch, filled = Batch(found, opened, self.files.buffered, self.threads), np.zeros(len(found), np.bool_)
-            read(batch.taken, batch.table, batch.places, NOWAIT, filled)
+        begun, read = now(), compiled("read_kept")
+        with self._opened(set(paths)) as opened:
+            if not (NOWAIT and read and opened and self.files.buffered):
+                return np.zeros(len(places), np.bool_)
+            files = starts.copy()
+            files[:, 0] = np.array([opened[path] for path in paths])[starts[:, 0]]
+            filled: NDArray[np.bool_] = read(files, places, NOWAIT)
             self.unchecked |= opened.keys()
-        left = [one for run, whole in zip(found, filled.tolist(), strict=True) if not whole for one in run]
-        if not left:
+        if filled.all():
             self._check()
         seconds = (now() - begun) / BILLION
         self.seconds, self.waited = self.seconds + seconds, self.waited + seconds
-        self.bytes += batch.bytes - sum(len(one.view) for one in left)
-        self.calls += int(filled.sum())
-        return left
+        self.bytes, self.calls = self.bytes + int(places[filled, 1].sum()), self.calls + int(filled.sum())
+        return filled
 
     def start(self, ranges: Iterable[Range]) -> None:
         """Begin to fill these. What was begun before is done, or given up by all its threads, when this returns.

@@ -7,8 +7,11 @@ While a layer computes with the last of its experts, what the next one will prob
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,12 +23,22 @@ from .checkpoint.ledger import Mixture
 from .checkpoint.spans import Span
 from .errors import CheckpointError, StorageError
 from .expert_cache import POLICIES, ExpertCache, Key, Round
-from .expert_reader import ExpertReader, Range
+from .expert_reader import ExpertReader, Integers, Range, address_of
 from .expert_shares import Form, Part, Share, parts_of
 from .ops.experts import Experts, Lender, Loan, Projection
 from .ops.formats import Packed
 
 CPU = torch.device("cpu")
+
+Load = tuple[Key, int]  # an expert, and the slot that it is read into
+
+
+class Where(NamedTuple):
+    """Where the parts [P] of a layer's experts [E] lie."""
+
+    paths: list[Path]
+    starts: Integers  # [E, P, 2]: the number of a path, and where a part starts there
+    sizes: Integers  # [P]
 
 
 class Shelf:
@@ -39,6 +52,7 @@ class Shelf:
             span = Span("", kind, (share.slots, *shape), ())
             flat = memory.allocate(span.size, CPU).zero_()  # taken now: whoever asks what is free must see it
             self.tensors[part], self.views[part] = flat.view(span.dtype).view(span.shape), flat.numpy().data
+        self.addresses = np.array([address_of(view) for view in self.views.values()], np.int64)  # of the first slot
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +128,7 @@ class StoredExperts(Lender):
             rounds = cache.rounds(self.layer, chosen)
             now = next(rounds)
             for later in rounds:
-                left = self.ahead.reader.take(self.ranges(later.loads))
+                left = self._taken(later.loads)
                 if not left and len(now.keys) + len(later.keys) == len(chosen):  # all of it is here: in one go
                     now = Round(now.keys + later.keys, [])
                     break
@@ -131,13 +145,31 @@ class StoredExperts(Lender):
             cache.forget(self.layer, chosen)
             raise
 
+    def _taken(self, loads: list[Load]) -> list[Load]:
+        """Fill the slots of experts that the system has in its memory; those that are left."""
+        where, slots = self.where, np.array([slot for _, slot in loads], np.int64)
+        experts = [expert for (_, expert), _ in loads]
+        addresses = self.shelf.addresses + slots[:, None] * where.sizes
+        places = np.stack([addresses, np.broadcast_to(where.sizes, addresses.shape)], -1)
+        filled = self.ahead.reader.take(where.paths, where.starts[experts].reshape(-1, 2), places.reshape(-1, 2))
+        whole: list[bool] = np.all(filled.reshape(addresses.shape), axis=1).tolist()
+        return [load for load, is_whole in zip(loads, whole, strict=True) if not is_whole]
+
+    @cached_property
+    def where(self) -> Where:
+        entries = [[span.entry(expert) for span in self.parts.values()] for expert in range(self.shape[0])]
+        paths = sorted({piece.stored.path for pieces in entries for piece in pieces})
+        number = {path: index for index, path in enumerate(paths)}
+        starts = [[(number[piece.stored.path], piece.start) for piece in pieces] for pieces in entries]
+        return Where(paths, np.array(starts, np.int64), np.array([piece.size for piece in entries[0]], np.int64))
+
     @contextmanager
-    def _reading(self, ranges: Sequence[Range]) -> Generator[None]:
-        self.ahead.reader.start(ranges)
+    def _reading(self, loads: list[Load]) -> Generator[None]:
+        self.ahead.reader.start(self.ranges(loads))
         yield
         self.ahead.reader.finish()
 
-    def ranges(self, loads: list[tuple[Key, int]]) -> list[Range]:
+    def ranges(self, loads: list[Load]) -> list[Range]:
         found = []
         for (_, expert), slot in loads:
             for part, span in self.parts.items():

@@ -58,26 +58,28 @@ def read_runs(taken, runs, places, pages, page, clock, ended):
 
 
 @inner
-def read_rest(taken, runs, places, flags, filled):
-    """One thread's part of what follows."""
-    run = one_more(taken.ctypes.data)
-    while run < runs.shape[0]:
-        descriptor, start, stop, first, end, _ = runs[run]
-        table = np.uintp(places[first:].ctypes.data)
-        count = preadv2(np.intc(descriptor), table, np.intc(end - first), start, np.intc(flags))
-        filled[run] = count == stop - start
-        run = one_more(taken.ctypes.data)
+def read_rest(taken, files, places, flags, filled):
+    """One thread's part of what `read_kept` does."""
+    one = one_more(taken.ctypes.data)
+    while one < files.shape[0]:
+        descriptor, start = files[one]
+        table = np.uintp(places[one:].ctypes.data)
+        filled[one] = preadv2(np.intc(descriptor), table, np.intc(1), start, np.intc(flags)) == places[one, 1]
+        one = one_more(taken.ctypes.data)
 
 
 @kernel
-def kept_kernel(taken, runs, places, flags, threads, filled):
+def kept_kernel(taken, files, places, flags, threads, filled):
     for _ in prange(threads):
-        read_rest(taken, runs, places, flags, filled)
+        read_rest(taken, files, places, flags, filled)
 
 
-def read_kept(taken, runs, places, flags, filled):
-    """Fill the memory of runs that the system has in its own, on all threads. filled [R]: of which runs it had all.
+def read_kept(files, places, flags):
+    """Fill memory with what the system has of files in its own, on all threads; of which places [R] it had all.
 
-    taken, runs, places: as above   flags: what has the system answer at once where it would have to read
+    files [R, 2]: descriptor and start   places [R, 2]: address and size, as the system wants them   All int64.
+    flags: what has the system answer at once where it would have to read
     """
-    kept_kernel(taken, runs, places, flags, get_num_threads(), filled)
+    taken, filled = np.zeros(1, np.int64), np.zeros(len(files), np.bool_)
+    kept_kernel(taken, files, places, flags, get_num_threads(), filled)
+    return filled
