@@ -400,6 +400,7 @@ def test_which_added_tokens_are_control_tokens(tokenizer):
     assert tokenizer.encode("<b>") == [tokenizer.tokens.token_to_id("<b>")]
 
 
+@pytest.mark.timed
 def test_a_guard_of_many_tokens_is_fast():
     import time
 

@@ -99,6 +99,7 @@ def test_cve_2025_62164_embeddings_are_not_taken(server, field):
     "given", [{"n_discard": -1}, {"n": 1_000_000}, {"top_logprobs": 1_000_000_000}, {"temperature": -1e308},
               {"stop": ["x"] * 500_000}, {"max_tokens": -1}, {"best_of": 1 << 40}], ids=lambda given: next(iter(given)),
 )  # fmt: skip
+@pytest.mark.timed
 def test_cve_2026_21869_numbers_of_requests_are_bounded(server, given):
     """llama.cpp's n_discard (unknown here, so without effect), SGLang #36856, vLLM #51447."""
     before, start = server.memory(), time.monotonic()
@@ -129,6 +130,7 @@ def test_cve_2025_48944_a_bad_pattern_of_a_tool_kills_nothing(server):
 PATTERNS = {"ghsa_rwxx_slow": "(a{1,1000}){1,1000}", "llama_cpp_22606_deep": "(" * 5000 + "a" + ")" * 5000}
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_ghsa_rwxx_a_regex_is_compiled_in_time_or_refused(server, pattern):
     start = time.monotonic()

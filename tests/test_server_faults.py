@@ -173,6 +173,7 @@ def test_row_36_bodies(server, body, status):
     assert response.status_code == status and error(response)
 
 
+@pytest.mark.timed
 def test_row_36_a_body_without_end_and_one_that_lies(server):
     before = server.memory()
     chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
@@ -212,6 +213,7 @@ HEAVY = {  # these may be followed or refused, as long as it is soon
 }  # fmt: skip
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", BOMBS)
 def test_row_37_schemas_that_cannot_be_followed(server, name):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": BOMBS[name]}}
@@ -221,6 +223,7 @@ def test_row_37_schemas_that_cannot_be_followed(server, name):
     well(server)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", HEAVY)
 def test_row_37_schema_bombs_end_soon(server, name):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": HEAVY[name]}}
@@ -326,6 +329,7 @@ def test_row_42_headers(server):
     well(server)
 
 
+@pytest.mark.timed
 def test_row_43_slow_clients_are_closed(server):
     socks = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
     start = time.monotonic()
@@ -383,6 +387,7 @@ def test_row_45_clients_that_go_without_a_stream(server):
     well(server)
 
 
+@pytest.mark.timed
 def test_row_46_a_slow_reader_is_dropped(server):
     data = json.dumps({**LONG, "logprobs": True, "top_logprobs": 20, "n": 8}).encode()
     sock = socket.socket()
@@ -462,6 +467,7 @@ def test_row_50_a_stream_that_fails_in_the_middle_says_so(tmp_path):
         assert server.chat("Hello", 1).status_code == 200
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("fault", [HANGING, DYING], ids=["hangs", "dies"])
 def test_row_51_the_engine_is_lost(tmp_path, fault):
     with serving(tmp_path, "--step-seconds", "1", "--max-concurrency", "2", faults=fault) as server:
@@ -530,6 +536,7 @@ def test_row_65_sigterm_lets_replies_end(tmp_path):
     assert "Traceback" not in server.log
 
 
+@pytest.mark.timed
 def test_row_65_what_does_not_end_in_time_is_told(tmp_path):
     server, said = Server(tmp_path, "--drain-seconds", "0.5"), []
     thread = threading.Thread(target=streaming, args=(server, LONG, said))

@@ -52,6 +52,7 @@ def kernels_of(cache):
     return sorted((cache / "halfbyte").glob("numba-*/*.kernel"))
 
 
+@pytest.mark.timed
 def test_import_is_instant_and_loads_nothing_heavy():
     """A tenth of a second. Best of five, in time of the CPU, so that other processes do not count."""
     code = (
