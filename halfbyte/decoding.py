@@ -6,8 +6,7 @@ be under way before the first of their tokens is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -73,8 +72,11 @@ class Tape:
         self._captured = False
         self.replay = Replay(binds=True)
 
+    def recorded(self, cache: Cache) -> bool:
+        return self._layers is cache.layers
+
     def run(self, model: Decoder, cache: Cache) -> None:
-        recorded, self._layers = self._layers is cache.layers, None  # so that after an exception all begins anew
+        recorded, self._layers = self.recorded(cache), None  # so that after an exception all begins anew
         if not recorded:  # the first run, or the cache has grown
             self._captured = False
             self.replay.forget()
@@ -127,7 +129,6 @@ class DecodeStep:
         )
         self.rows: list[int] = []
         self._binding: object = None
-        self._saved: Saved | None = None
 
     @property
     def ids(self) -> Tensor:
@@ -151,9 +152,17 @@ class DecodeStep:
         """Whether the tape goes on with what this step was bound to."""
         return self._binding is not None and self.tape.binding is self._binding
 
-    def bind(self, slots: Sequence[int], ids: Sequence[int], sampler: Sampler | None = None) -> None:
+    @property
+    def recorded(self) -> bool:
+        """Whether a launch replays; else it runs the step as it is written first, which takes its time."""
+        return self.tape.recorded(self.cache)
+
+    def bind(
+        self, slots: Sequence[int], ids: Sequence[int], sampler: Sampler | None = None, drawn: Tensor | None = None
+    ) -> None:
         """The requests to go on with: the slots they live in, and each one's newest token, which no step has taken.
 
+        Where the host has not read those tokens, `ids` are their places among what was `drawn`, on the device.
         Where they are fewer than B, the rows that are left compute tokens of nobody's in the cache's slots for padding.
         """
         self.rows = list(slots)
@@ -164,7 +173,7 @@ class DecodeStep:
         given = upload(list(zip(*columns, strict=True)), self.model.device)
         tape = self.tape
         tape.binding = self._binding = object()
-        tape.ids.copy_(given[0])
+        tape.ids.copy_(given[0] if drawn is None else drawn.index_select(0, given[0]))
         tape.slots.copy_(given[1])
         tape.places.copy_(given[2:4])
         tape.moves.copy_(given[4])
@@ -187,48 +196,3 @@ class DecodeStep:
         for slot in self.rows:
             self.cache.lengths[slot] += 1
         return Drawn(self.tape.ids)
-
-    def save(self) -> None:
-        """Keep what the next launch changes for good: recurrent states. Rows past a length are written over anyway."""
-        if (
-            self._saved is None
-            or self._saved.layers is not self.cache.layers
-            or self._saved.states.keys() != {*self.rows}
-        ):
-            self._saved = Saved(self.cache, self.rows)
-        self._saved.save()
-
-    def go_back(self, slot: int) -> None:
-        """Bring a slot to where it was when `save` was called."""
-        assert self._saved is not None
-        self._saved.restore(self.cache, slot)
-
-
-class Saved:
-    """Copies of the recurrent states of some slots, all made at once."""
-
-    def __init__(self, cache: Cache, slots: Sequence[int]) -> None:
-        self.layers = cache.layers
-        self.states = {slot: states(cache, slot) for slot in slots}
-        self.copies = {slot: [torch.empty_like(t) for t in kept] for slot, kept in self.states.items()}
-
-    def save(self) -> None:
-        copy(chain(*self.states.values()), chain(*self.copies.values()))
-
-    def restore(self, cache: Cache, slot: int) -> None:
-        copy(self.copies[slot], states(cache, slot))  # the cache may have grown since
-
-
-def states(cache: Cache, slot: int) -> list[Tensor]:
-    return [layer[name][slot] for one, layer in zip(cache.kept, cache.layers, strict=True) for name in one.fixed]
-
-
-def copy(given: Iterable[Tensor], into: Iterable[Tensor]) -> None:
-    """All of one dtype in one launch: mixed, torch would launch each alone."""
-    pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for source, target in zip(given, into, strict=True):
-        sources, targets = pairs.setdefault(source.dtype, ([], []))
-        sources.append(source)
-        targets.append(target)
-    for sources, targets in pairs.values():
-        torch._foreach_copy_(targets, sources, non_blocking=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .cache import Cache, bytes_of, step_sizes
-from .decoding import DecodeStep, Drawn
+from .cache import Cache
+from .decoding import Drawn
+from .flights import Draw, Flights, slots_of
 from .models.decoder import Decoder
 from .ops.dispatch import is_deterministic, watched
 from .prefilling import prefill, together
@@ -27,41 +28,14 @@ from .request import replayable
 from .sampling import Sampler
 from .step import Wanted, upload
 
-SAVED = 1 << 28  # bytes of recurrent states that are kept to go back to: beyond, no step is launched ahead
-
-
-class Flight(NamedTuple):
-    """A step of answers that was launched, and whose tokens are not read yet; `logits` are a copy, where wanted."""
-
-    requests: list[Request]
-    drawn: Drawn
-    logits: Tensor | None
-    ahead: bool  # launched before the tokens that it goes on from were read: it may be for nothing
-
-
-class Draw(NamedTuple):
-    """Tokens drawn from the logits of prompts, and of steps that are not replayed, that are not read yet."""
-
-    requests: list[Request]
-    logits: Tensor
-    processed: Tensor
-    drawn: Drawn
-
-
-class Bound(NamedTuple):
-    """The requests that a recorded step goes on with."""
-
-    step: DecodeStep
-    requests: list[Request]
-
 
 class Engine:
     """Runs requests on a model, up to as many at a time as the cache has slots; the others wait in order.
 
     `replays`: what a step of answers computes is recorded once and replayed, which takes Python out of the loop; None
     does so on CPU and CUDA, unless somebody watches ops. `ahead`: prompts are replayed too, and a step of answers is
-    launched before the tokens of the one before are read; None does so on CUDA. A request that ends meanwhile has taken
-    a token too many: that one is not counted, and the state goes back (see `Request.keeps`).
+    launched before the tokens of the one before are read, whoever joins or leaves; None does so on CUDA. A request that
+    ends meanwhile has taken a token too many: that one is not counted, and the state goes back (see `Request.keeps`).
     """
 
     @torch.inference_mode(False)  # what is kept from step to step must serve outside of that mode too
@@ -71,11 +45,8 @@ class Engine:
         self.ahead = model.device.type == "cuda" if ahead is None else ahead
         if model.residency is not None and not model.residency.replayable:
             self.replays = False
-        self.sizes = step_sizes(cache.slots, model.device)
-        self.state_bytes = bytes_of(cache.kept, 1, 0, 1, cache.dtype)  # recurrent, of a slot
-        self.flight: Flight | None = None
-        self.last: Bound | None = None  # what the next launch may go on from
         self.sampler = Sampler(cache.padding.stop, model.vocabulary, model.device)
+        self.flights = Flights(model, cache, self.sampler)
         self.room = cache.chunk  # tokens of prompts that a step takes
         self.free = list(range(cache.slots - 1, -1, -1))
         self.waiting: deque[Request] = deque()
@@ -107,7 +78,8 @@ class Engine:
         if self.replays and (self.ahead or len(answering) == len(self.running)) and all(map(replayable, answering)):
             made = self._replayed(answering)
         else:  # a step may be under way where somebody has come who cannot be replayed
-            made = self._written() if self.flight is None else self._landed()
+            flight = self.flights.land()
+            made = self._written() if flight is None else flight.made()
         for request, id, _ in made:
             request.made.append(id)
             if id in request.stop_ids:
@@ -118,31 +90,37 @@ class Engine:
 
     def _written(self) -> list[Made]:
         """All the work of a step at once, as the model is written."""
-        self.last = None
+        self.flights.last = None
         work, wanted, drawing = self._chosen()
         if not work:
             return []
         logits = self.model(self.cache.plan(work, wanted), self.cache)
         self.cache.advance(work)
-        return self._made(self._draw(logits, drawing))
+        draw = self._draw(logits, drawing)
+        return [] if draw is None else draw.made()
 
     def _replayed(self, answering: list[Request]) -> list[Made]:
-        """Answers and pieces of prompts, one after the other; or answers alone, and the step after them."""
-        if self.flight is None and answering:
-            self._launch(answering)
+        """A token of each answer and pieces of prompts; the next answers are launched before those tokens are read."""
+        if answering and self.flights.under_way is None:
+            self.flights.launch(answering)
+        draw = self._prompted()
+        flight = self.flights.land()
+        if self.ahead:
+            self.flights.follow(flight, draw, answering)
+        return [made for one in (flight, draw) if one is not None for made in one.made()]
+
+    def _prompted(self) -> Draw | None:
+        """Have the next pieces of prompts under way, and the first tokens of those that are complete with them."""
         prompting = [request for request in self.running if request.computed < len(request.prompt)]
         if not prompting:
-            return self._landed(answering) if self.flight is not None else []
+            return None
         lengths = [self._piece_length(request) for request in prompting]
         del prompting[1 if is_deterministic() else together(lengths, self.room) :]
-        slots = [request.slot for request in prompting if request.slot is not None]
-        logits = prefill(self.model, self.cache, *zip(slots, map(self._piece, prompting), strict=True))
+        pieces = [self._piece(request) for request in prompting]
+        logits = prefill(self.model, self.cache, *zip(slots_of(prompting), pieces, strict=True))
         rows = [row for row, request in enumerate(prompting) if request.computed == len(request.prompt)]
-        drawing = [prompting[row] for row in rows]
         logits = torch.cat([logits[:0], *(logits[row : row + 1] for row in rows)])
-        draw = self._draw(logits, drawing)  # before the next step of answers, which may follow
-        made = self._landed(answering) if self.flight is not None else []
-        return made + self._made(draw)
+        return self._draw(logits, [prompting[row] for row in rows])
 
     def _start(self, request: Request) -> None:
         request.slot = self.free.pop()
@@ -156,9 +134,7 @@ class Engine:
         request.finish_reason = reason
         self.running.remove(request)
         self.free.append(request.slot)
-        if self.flight is not None and self.flight.ahead and request in self.flight.requests and request.keeps:
-            assert self.last is not None
-            self.last.step.go_back(request.slot)
+        self.flights.leave(request)
 
     def _chosen(self) -> tuple[list[tuple[int, list[int]]], list[Wanted], list[Request]]:
         """The work of the next step, whose logits are wanted, and the requests that a token is drawn for.
@@ -198,64 +174,15 @@ class Engine:
         end = request.pause if request.computed < request.pause else len(request.prompt)
         return min(self.room, end - request.computed)
 
-    def _launch(self, requests: list[Request], ahead: bool = False) -> None:
-        """Have one token of each request under way."""
-        if self.last is None or self.last.requests != requests or not self.last.step.bound:
-            filtered = any(one.params.temperature > 0 and one.params.filtered for one in requests)
-            size = next(size for size in self.sizes if size >= len(requests))
-            step = DecodeStep(self.model, self.cache, size, filtered=filtered)
-            slots = [request.slot for request in requests if request.slot is not None]
-            step.bind(slots, [request.made[-1] for request in requests], self.sampler)
-            self.last = Bound(step, list(requests))
-        step = self.last.step
-        if ahead and any(request.keeps for request in requests):
-            step.save()
-        drawn = step.launch()
-        assert step.logits is not None
-        wanted = any(request.wants_logits for request in requests)
-        self.flight = Flight(list(requests), drawn, step.logits[: len(requests)].clone() if wanted else None, ahead)
-        for slot in step.rows:
-            self.cache.lengths[slot] -= 1  # counted when the tokens are read
-
-    def _landed(self, answering: Sequence[Request] = ()) -> list[Made]:
-        """The tokens that are under way. Where these requests surely go on, their next step is launched first."""
-        flight, self.flight = self.flight, None
-        assert flight is not None
-        for request in flight.requests:
-            if request.finish_reason is None and request.slot is not None:
-                self.cache.lengths[request.slot] += 1
-        if self.ahead and list(answering) == flight.requests and self._goes_on(flight.requests):
-            self._launch(flight.requests, ahead=True)
-        rows: Any = flight.drawn.ids.new_empty(len(flight.requests), 0) if flight.logits is None else flight.logits
-        made = zip(flight.requests, flight.drawn.tolist(), rows, strict=False)  # ids may be followed by padding
-        return [Made(*one) for one in made if one[0].finish_reason is None]
-
-    def _goes_on(self, requests: list[Request]) -> bool:
-        """Whether another step is needed whatever tokens are under way, unless a request is ended by one of them."""
-        if self.last is None or not self.last.step.bound:
-            return False
-        longest = max(self.cache.lengths[slot] for slot in self.last.step.rows)
-        if longest >= self.cache.capacity or any(len(one.made) + 1 >= one.max_tokens for one in requests):
-            return False
-        return not any(one.keeps for one in requests) or self.state_bytes * len(requests) <= SAVED
-
     def _draw(self, logits: Tensor, requests: list[Request]) -> Draw | None:
         """Have a token of each row under way."""
         if not requests:
             return None
-        slots = [request.slot for request in requests if request.slot is not None]
+        slots = slots_of(requests)
         places = upload([self.cache.lengths[slot] for slot in slots], self.model.device, torch.int64)
         processed = self._processed(logits, requests)
-        return Draw(requests, logits, processed, Drawn(self.sampler(processed, slots, places)))
-
-    def _made(self, draw: Draw | None) -> list[Made]:
-        if draw is None:
-            return []
-        ids = draw.drawn.tolist()
-        for row, request in enumerate(draw.requests):
-            if request.chooser is not None:
-                ids[row] = int(request.chooser(torch.log_softmax(draw.processed[row : row + 1].float(), -1)))
-        return [Made(*one) for one in zip(draw.requests, ids, draw.logits, strict=True)]
+        ids = self.sampler(processed, slots, places)
+        return Draw(requests, logits, processed, ids, Drawn(ids))
 
     def _processed(self, logits: Tensor, drawing: Sequence[Request]) -> Tensor:
         if not any(request.processors for request in drawing):

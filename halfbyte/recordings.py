@@ -36,7 +36,7 @@ def recordings(engine: Engine) -> Iterator[int]:
 
     Between two turns the engine may run; during one nothing may, since slots are written.
     """
-    decodes = [(size, filtered) for size in engine.sizes for filtered in (False, True)]
+    decodes = [(size, filtered) for size in engine.flights.sizes for filtered in (False, True)]
     prompts = graphs(engine.cache)
     left = len(decodes) + len(prompts)
     for number, (size, filtered) in enumerate(decodes):

@@ -45,4 +45,4 @@ class Made(NamedTuple):
 def replayable(request: Request) -> bool:
     """Whether a request goes on from one token by what its slot and its sampling parameters say alone."""
     plain = not request.processors and request.chooser is None and not request.params.logit_bias
-    return plain and bool(request.made) and not request.params.penalised
+    return plain and not request.params.penalised

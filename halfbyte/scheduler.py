@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .cache import Cache
-from .engine import SAVED, Engine, Made, Request
+from .engine import Engine, Made, Request
 from .errors import HalfbyteError
 from .grammar import GrammarError
 from .jobs import Job, Piece, resumed, told
@@ -62,7 +62,7 @@ class Scheduler:
         self.engine = Engine(model, cache)
         self.recordings, self.prefixes = Recordings(self.engine), Prefixes(cache, prefix_bytes)
         # A reply's state is kept for the next prompt, unless that would keep the engine from launching steps ahead.
-        self.keeps = prefix_bytes > 0 and self.engine.state_bytes * cache.slots <= SAVED
+        self.keeps = prefix_bytes > 0 and self.engine.flights.saves(cache.slots)
         self.jobs: dict[Request, Job] = {}  # those that run
         self.waiting: deque[Job] = deque()
         self.changed = threading.Condition()

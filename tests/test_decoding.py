@@ -41,7 +41,7 @@ def texts(model, replays, slots=3, sizes=None, **more):
     """Three texts of different lengths, of which one waits for a slot; and the state they leave."""
     cache = model.new_cache(slots, 60, chunk=4, padding=2 if sizes else 0)
     engine = Engine(model, cache, replays=replays, ahead=replays)
-    engine.sizes = sizes or engine.sizes
+    engine.flights.sizes = sizes or engine.flights.sizes
     requests = different_lengths(**more)
     made = all_of(engine, requests)
     return [request.made for request in requests], made, cache
@@ -95,7 +95,7 @@ def test_a_stop_token_leaves_the_state_before_it(name):
         )
         all_of(engine, [request])
         assert request.finish_reason == "stop" and request.made[-1] == stop
-        assert (engine.flight is not None) == replays  # one that was for nothing
+        assert (engine.flights.under_way is not None) == replays  # one that was for nothing
     same_state(*caches)
     assert torch.equal(*(prefill(model, cache, (0, [7])) for cache in caches))
 
@@ -108,7 +108,7 @@ def test_a_request_that_is_cancelled_leaves_the_state_of_the_tokens_it_gave():
         engine = Engine(model, caches[-1], replays=replays, ahead=replays)
         requests = [Request([1, 2, 3], 30), Request([4, 5], 12)]
         all_of(engine, requests, until=lambda made: len(made) >= 10)
-        assert (engine.flight is not None) == replays
+        assert (engine.flights.under_way is not None) == replays
         engine.cancel(requests[0])
         lengths = list(engine.cache.lengths)
         assert lengths[requests[0].slot] == 3 + len(requests[0].made) - 1
@@ -271,7 +271,7 @@ def test_what_is_prepared_is_all_that_is_recorded(name):
         cache = model.new_cache(5, 40, chunk=4, padding=2)
         engine = Engine(model, cache, replays=prepared, ahead=prepared)
         if prepared:
-            engine.sizes = [1, 2, 5]
+            engine.flights.sizes = [1, 2, 5]
             assert list(recordings(engine)) == [7, 6, 5, 4, 3, 2, 1]
         known = set(shelf(model, cache).kept)
         requests = [Request([7 + i] * 12, 5 + i, WISHES[i % 3]) for i in range(7)]
@@ -338,7 +338,7 @@ def test_a_conversation_goes_on_from_a_reply_that_was_left(replaying_conversatio
     left = talk.say("Why is the sky blue?")
     for _ in range(4):
         next(left)
-    assert talk._engine.flight is not None
+    assert talk._engine.flights.under_way is not None
     shown = [dict(message) for message in talk.messages]
     text = "".join(event.text for event in talk.say("And at night?"))
     fresh.messages = shown

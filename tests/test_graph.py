@@ -154,7 +154,7 @@ def test_an_engine_gives_the_same_tokens_by_replay():
         texts.append([request.made for request in requests])
         # Read after the last step, text by text: which texts' tokens a step makes may differ.
         rows.append(torch.stack([one.logits for request in requests for one in made if one.request is request]))
-        assert (engine.last is not None) == replays
+        assert (engine.flights.last is not None) == replays
     assert texts[0] == texts[1]
     assert torch.equal(*rows)
 
