@@ -32,18 +32,19 @@ MOST_EXPERTS = 4096  # of a layer: the kernel that assigns slots counts so far
 AHEAD = 1
 
 
-def like(host: Experts, count: int, device: torch.device) -> Experts:
-    """Room for so many experts of this form on a device. What they share is copied there."""
-    E = host.gate.shape[0]
+def like(host: Experts, count: int, device: torch.device, among: int, room: Experts | None = None) -> Experts:
+    """Room for so many experts of this form on a device, or the `room` of others alike; what they share is copied
+    there. They are some `among` so many."""
+    held, given = host.gate.shape[0], None if room is None else iter(own(room))
 
     def made(part: Tensor) -> Tensor:
-        if part.shape[:1] != (E,):
+        if part.shape[:1] != (held,):
             return part.to(device)
-        return torch.empty((count, *part.shape[1:]), dtype=part.dtype, device=device)
+        return next(given) if given else torch.empty((count, *part.shape[1:]), dtype=part.dtype, device=device)
 
     projections = (host.gate, host.up, host.down)
     return Experts(
-        *(in_slots(p, {name: made(part) for name, part in named_parts(p).items()}) for p in projections), among=E
+        *(in_slots(p, {name: made(part) for name, part in named_parts(p).items()}) for p in projections), among=among
     )
 
 
@@ -76,9 +77,11 @@ class Lane:
 class WholeLayers:
     """All experts of a layer at a time, for the layers of one form: two buffers that they take in turns."""
 
-    def __init__(self, form: Experts, layers: Sequence[Sequence[Tensor]], lane: Lane) -> None:
-        self.layers, self.lane = layers, lane
-        self.buffers = [like(form, form.gate.shape[0], lane.device) for _ in range(min(BUFFERS, len(layers)))]
+    def __init__(self, hosts: Sequence[Experts], lane: Lane) -> None:
+        self.layers, self.lane = [own(host) for host in hosts], lane
+        E = hosts[0].gate.shape[0]
+        self.buffers = [like(host, E, lane.device, E) for host in hosts[:BUFFERS]]
+        self.lent = [like(host, E, lane.device, E, self._buffer(index)) for index, host in enumerate(hosts)]
         self.begun: int | None = None
 
     @property
@@ -86,7 +89,7 @@ class WholeLayers:
         return sum(part.nbytes for buffer in self.buffers for part in own(buffer))
 
     def lend(self, index: int, ids: Tensor) -> Generator[Loan]:
-        buffer = self.buffers[index % len(self.buffers)]
+        buffer = self.lent[index]
         if self.begun != index:
             self._begin(index, ids)
         as_one("join", joined_lane, ids)(own(buffer), self.lane)
@@ -96,9 +99,11 @@ class WholeLayers:
         yield Loan(buffer, ids)
 
     def _begin(self, index: int, ids: Tensor) -> None:
-        targets = own(self.buffers[index % len(self.buffers)])
-        as_one("copy_layer", copied_layer, ids)(targets, self.layers[index], self.lane)
+        as_one("copy_layer", copied_layer, ids)(own(self._buffer(index)), self.layers[index], self.lane)
         self.begun = index
+
+    def _buffer(self, index: int) -> Experts:
+        return self.buffers[index % len(self.buffers)]
 
 
 def copied_layer(targets: Sequence[Tensor], sources: Sequence[Tensor], lane: Lane) -> None:
@@ -116,7 +121,7 @@ class HostExperts(Lender):
         self.host, self.count = host, slots
         E, inner, hidden = host.gate.shape
         self.shape = (E, inner, hidden)
-        self.slots, self.state = like(host, slots, device), State.new(E, slots, device)
+        self.slots, self.state = like(host, slots, device, E), State.new(E, slots, device)
         self.sources = own(host)
         self.whole: tuple[WholeLayers, int] | None = None  # and the place among its layers
         self.guessed: Guess | None = None  # in this step: its copies must have landed before the choice
@@ -220,7 +225,7 @@ class DeviceResidency:
         alike: dict[object, list[HostExperts]] = {}
         for lender in self.lenders.values():
             alike.setdefault(tuple((part.dtype, part.shape) for part in lender.sources), []).append(lender)
-        self.whole = [WholeLayers(of[0].host, [one.sources for one in of], self.lane) for of in alike.values()]
+        self.whole = [WholeLayers([one.host for one in of], self.lane) for of in alike.values()]
         for whole, lenders in zip(self.whole, alike.values(), strict=True):
             for index, lender in enumerate(lenders):
                 lender.whole = whole, index

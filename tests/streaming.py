@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import checkpoint_files as made
 import torch
+from safetensors.torch import load_file, save_file
 
 from halfbyte import checkpoint as checkpoints
 from halfbyte import hub
@@ -12,6 +14,7 @@ from halfbyte.engine import Engine, Request
 from halfbyte.expert_shares import plan
 from halfbyte.host_experts import in_host_memory
 from halfbyte.models import MODELS
+from halfbyte.ops.quant import Packed, dequantize, quantize
 from halfbyte.sampling import SamplingParams
 
 CPU = torch.device("cpu")
@@ -42,6 +45,17 @@ def beside(folder, slots):
     model.residency = residency
     residency.foresee(model.layers, 1)
     return model
+
+
+def share_a_scale(folder, scales):
+    """Turn the down projections of these layers of the embedded model to nvfp4, with one number for all experts."""
+    stored = load_file(shard(folder))
+    for layer, scale in scales.items():
+        name = f"language_model.model.layers.{layer}.mlp.switch_mlp.down_proj"
+        words, old, biases = (stored.pop(f"{name}.{part}") for part in ("weight", "scales", "biases"))
+        weight = dequantize(Packed(words, old, biases, 4, 64), torch.bfloat16)
+        stored |= made.parts(name, quantize(weight, mode="nvfp4", global_scale=torch.tensor(scale)))
+    save_file(stored, shard(folder), metadata={"format": "mlx"})
 
 
 def tokens(model, count=12):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from model_goldens import FOLDER as GOLDENS
 from model_goldens import NAMES
-from streaming import PROMPT, TINY, beside, mixtures_of, tokens
+from streaming import PROMPT, TINY, beside, mixtures_of, share_a_scale, tokens
 
 from halfbyte import checkpoint as checkpoints
 from halfbyte import explain as explaining
@@ -149,6 +149,14 @@ def test_explain_says_what_is_copied(monkeypatch):
     )
     assert {"assign_slots", "fill_slots", "foresee", "copy_ahead", "join"} <= {line.op for line in found.lines}
     assert "experts from host memory: " in how(found, "cpu") and 0 <= found.beside <= found.copies.seconds
+
+
+def test_layers_alike_share_buffers_but_not_what_is_their_own(copied):
+    """Layers 3 and 4 differ in a number that all experts of a layer share."""
+    share_a_scale(copied, {3: 2.0, 4: 3.0})
+    whole, model = load_model(copied), beside(copied, 4)
+    assert len(model.residency.whole) == 2
+    assert torch.equal(logits(model, PROMPT)[0], logits(whole, PROMPT)[0])
 
 
 def test_a_plan_says_what_comes_over_the_bus():
