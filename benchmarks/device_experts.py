@@ -8,25 +8,34 @@ rate, tokens a second, and what hit rate and bus allow: a step takes at least as
 --layers N         fewer, for a look                          --explain      the calls of a step, what is copied beside
 --sizes            of the launches that copy, compared
 --ahead 0 1 2      experts of the next layer that are guessed and copied while a layer computes, tried in turn
+
+--disk             instead: experts in files, --held 0.5 of them in host memory and --part on the GPU; of a checkpoint
+                   of --layers (4) that is written to a temporary folder
 """
 
 import argparse
 import json
 import os
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
 import torch
 from random_models import build  # first: it finds the package
+from residency import ANY, LAYER, make
 
 from halfbyte import cuda, memory
+from halfbyte.accounting import skeleton
 from halfbyte.compilation import compile_kernels
 from halfbyte.device_experts import DeviceResidency
 from halfbyte.engine import Engine, Request, logits
+from halfbyte.errors import size
+from halfbyte.fitting import TEXT, TEXTS, Allowed, device_room
 from halfbyte.foresight import blocks_of
 from halfbyte.host_experts import pin
 from halfbyte.kernels.triton import slots
+from halfbyte.loading import load_model
 from halfbyte.ops.experts import Experts
 from halfbyte.ops.quant import Packed
 from halfbyte.prefilling import prefill
@@ -172,6 +181,55 @@ def explained(model):
     say(how(found, "cuda"))
 
 
+def as_written(model, tokens):
+    """(ids, logits, seconds of a step) of a reply whose steps are not recorded: as steps are whose experts are read."""
+    engine = Engine(model, model.new_cache(1, FIRST + tokens + 16), replays=False)
+    request = Request([1], FIRST + tokens + 2, SamplingParams(temperature=1.0, seed=0))
+    request.wants_logits = True
+    engine.submit(request)
+    rows = [one.logits for _ in range(FIRST) for one in engine.step()]
+    start = time.perf_counter()
+    rows += [one.logits for _ in range(tokens) for one in engine.step()]
+    return request.made, rows, (time.perf_counter() - start) / tokens
+
+
+def gpu_for(folder, part):
+    """Bytes of a GPU on which this part of all experts has slots: the sum of fitting.device_room, backwards."""
+    _, ledger, account = skeleton(folder)
+    text, dense = account.cache(min(account.context, TEXT)), account.weights - account.experts
+    wanted = part * account.experts + account.experts // len(ledger.mixtures)
+    least = wanted + device_room(0, ledger, text).beside
+    return round(max(least, (least - text - dense / TEXTS) * TEXTS / (TEXTS - 1))), account.experts
+
+
+def from_disk(args, folder):
+    """The model of a folder with its experts on disk, in host memory and on the GPU, beside the same on the GPU."""
+    ids = torch.randint(0, 100_000, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
+    gpu, experts = gpu_for(folder, args.part)
+    found = []
+    for allowed in (Allowed(), Allowed(expert_cache=round(args.held * experts), gpu_memory=gpu, ram=ANY)):
+        model = load_model(folder, "cuda", allowed=allowed)
+        compile_kernels(model)
+        found.append(([logits(model, ids[:count])[0] for count in (100, PROMPT)], *as_written(model, args.tokens)))
+        residency = model.residency
+        del model
+        torch.cuda.empty_cache()
+    (prompts, made, rows, resident), (others, told, other_rows, seconds) = found
+    same = {
+        "prompt of 100": torch.equal(prompts[0], others[0]), f"prompt of {PROMPT}": torch.equal(prompts[1], others[1]),
+        "tokens": made == told, "their logits": all(map(torch.equal, rows, other_rows)),
+    }  # fmt: skip
+    reads, counts = residency.reads, {lender.count for lender in residency.lenders.values()}
+    say(f"on the GPU {size(residency.device_bytes)}, {counts} slots a layer;", end=" ")
+    say(f"in host memory {size(residency.below.nbytes)}")
+    say(f"of {reads.needed} experts {reads.missing / reads.needed:.1%} came from disk,", end=" ")
+    say(f"{residency.copied / reads.needed:.1%} over the bus; {size(reads.bytes)} read", end=" ")
+    say(f"at {size(round(reads.bytes / reads.seconds))}/s")
+    say(f"{1 / seconds:.1f} tok/s; all on the GPU, as written, {1 / resident:.1f}")
+    say("the same bits as resident:", ", ".join(f"{name} {'yes' if yes else 'NO'}" for name, yes in same.items()))
+    residency.close()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=float, default=0.25)
@@ -180,7 +238,15 @@ def main():
     parser.add_argument("--ahead", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--explain", action="store_true")
     parser.add_argument("--sizes", action="store_true")
+    parser.add_argument("--disk", action="store_true")
+    parser.add_argument("--held", type=float, default=0.5)
     args = parser.parse_args()
+    if args.disk:
+        with tempfile.TemporaryDirectory() as made:
+            folder = Path(made, "model")
+            make(argparse.Namespace(folder=folder, gigabytes=(args.layers or 4) * LAYER / 1e9))
+            from_disk(args, folder)
+        return
     start = time.perf_counter()
     ids = torch.randint(0, 100_000, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     model = built(args.layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from .machine import warn_of_slow_threads
 from .models.decoder import Decoder
 from .ops.dispatch import LANGUAGE_OF, find
 from .ops.sampling import Sampling, sample
+from .tiered_experts import TieredResidency
 
 log = logging.getLogger(__name__)
 PROMPTS = {"cpu": (2,), "cuda": (2048, 512, 128)}  # tokens; on a GPU those of prefilling.py
@@ -35,7 +37,9 @@ def compile_kernels(model: Decoder, progress: Callable[[int, int], None] | None 
         warn_of_slow_threads()
     if kind == "cuda":
         prepare = partial(prepare, subject=_subject(model, slots))
-    compiled: int = prepare(partial(_steps, model, slots), progress or partial(_announced, kind))
+    tiers = model.residency if isinstance(model.residency, TieredResidency) else None
+    with nullcontext() if tiers is None else tiers.rehearsed(model.layers):
+        compiled: int = prepare(partial(_steps, model, slots), progress or partial(_announced, kind))
     model.compiled = True
     return compiled
 
@@ -53,14 +57,18 @@ def _steps(model: Decoder, slots: int) -> None:
     else:  # a step of one takes what one of any number takes
         sizes = [1] if model.residency is None else []
     for size in sizes:
-        rehearse(model, model.new_cache(size, ROWS), size)
+        cache = model.new_cache(size, ROWS)
+        if model.residency is None or model.residency.replayable:
+            rehearse(model, cache, size)
+        else:
+            model(cache.plan([(slot, [0]) for slot in range(size)]), cache)
 
 
 def _subject(model: Decoder, slots: int) -> str:
     """What decides which kernels a model needs on this GPU; where it is wrong, some are compiled when they are used."""
     sizes = model.vocabulary, model.norm.weight.shape[0], model.expert_count, model.experts_per_token, slots
-    gpu = torch.cuda.get_device_capability(model.device)
-    return f"{model.model_type} {model.fingerprint} {model.dtype} {sizes} {model.kept} {gpu}"
+    gpu, elsewhere = torch.cuda.get_device_capability(model.device), model.residency and model.residency.source
+    return f"{model.model_type} {model.fingerprint} {model.dtype} {sizes} {model.kept} {gpu} {elsewhere}"
 
 
 def _announced(kind: str, done: int, total: int) -> None:

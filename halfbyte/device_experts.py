@@ -268,8 +268,11 @@ class DeviceResidency:
         """Nothing is open."""
 
 
-def plan(mixtures: Sequence[Mixture], budget: int, most: int, per_token: int, beside: int = 0) -> list[int]:
-    """Slots for each layer, the same part of all experts, so that with the buffers they take at most `budget` bytes.
+def plan(
+    mixtures: Sequence[Mixture], budget: int, most: int, per_token: int, beside: int = 0, buffers: int = BUFFERS
+) -> list[int]:
+    """Slots for each layer, the same part of all experts, so that with so many buffers of whole layers, of each form,
+    they take at most `budget` bytes.
 
     The least that can be worked with may be as much as `most`; `beside` is what else the device must hold, for the
     message that says how much there must be.
@@ -280,13 +283,14 @@ def plan(mixtures: Sequence[Mixture], budget: int, most: int, per_token: int, be
     alike: dict[object, list[int]] = {}
     for layer, mixture in enumerate(mixtures):
         alike.setdefault(form_of(mixture), []).append(layer)
-    buffers = sum(min(BUFFERS, len(of)) * counts[of[0]] * each[of[0]] for of in alike.values())
+    whole = sum(min(buffers, len(of)) * counts[of[0]] * each[of[0]] for of in alike.values())
     least = [min(per_token, count) for count in counts]
-    need = buffers + sum(count * one for count, one in zip(least, each, strict=True))
+    need = whole + sum(count * one for count, one in zip(least, each, strict=True))
     if most < need:
+        layers = "two whole layers" if buffers > 1 else "a whole layer"
         raise NotEnoughMemory(
-            f"the GPU has {size(max(most, 0))} for experts; the least are two whole layers and the experts of one "
-            f"token, {size(need)}. Give it --gpu-memory {need + beside} at least, or use --device cpu."
+            f"the GPU has {size(max(most, 0))} for experts; the least are {layers} and the experts of one token, "
+            f"{size(need)}. Give it --gpu-memory {need + beside} at least, or use --device cpu."
         )
-    part = (max(budget, need) - buffers) / sum(count * one for count, one in zip(counts, each, strict=True))
+    part = (max(budget, need) - whole) / sum(count * one for count, one in zip(counts, each, strict=True))
     return [max(few, min(int(part * count), count)) for few, count in zip(least, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""Whether a model goes into memory whole, and if not, how much of its experts does: the others stay on disk."""
+"""Whether a model goes into memory whole, and if not, how much of its experts does: on a GPU, beside it, on disk."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from . import memory
 from .checkpoint.ledger import Ledger
 from .errors import NotEnoughMemory, size
-from .expert_shares import fewest
+from .expert_shares import fewest, plan
 
 CPU = torch.device("cpu")
 WORKING = 256 << 20  # bytes for compiled kernels and for what a step computes with
 GPU_WORKING = 768 << 20  # the same on a GPU, where prompts of 2048 tokens are computed at a time
 TEXTS = 8  # of what is free, this part is left for texts: caches of requests
 TEXT = 8192  # tokens, for which there must be room at least
+UNPINNED = 8  # of what is free on the host, this part is left to the system: pinned memory is never given back
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,14 @@ class Allowed:
     gpu_memory: int | None = None  # of all that it has on the GPU
     fit: bool = True  # where not all experts have room, leave some on disk
 
+    @property
+    def limited(self) -> bool:
+        """Whether nobody promised the system room to keep files in memory."""
+        return self.ram is not None or self.memory_limit is not None
+
     def restrict(self, device: torch.device) -> None:
         """From now on, whatever this process takes is within the limits."""
+        memory.available(device)  # what a GPU's driver takes of the host is there before we look
         own = memory.held(CPU) + WORKING  # before there is a weight
         limits = [self.memory_limit, None if self.ram is None else self.ram + own]
         if given := [limit for limit in limits if limit is not None]:
@@ -57,9 +64,7 @@ class DeviceRoom(NamedTuple):
 
 def device_room(free: int, ledger: Ledger, text: int) -> DeviceRoom:
     """Dense weights come first, then what a step computes with, and texts: one at least, or their part of the rest."""
-    sizes = {name: span.size for name, span in ledger.wanted.items()}
-    experts = sum(sizes[name] for name in ledger.stacks)
-    dense = sum(sizes.values()) - experts
+    dense, experts = weighed(ledger)
     beside = dense + GPU_WORKING + text
     most = free - beside
     return DeviceRoom(experts <= most, min(most, most + text - (free - dense) // TEXTS), most, beside)
@@ -67,28 +72,49 @@ def device_room(free: int, ledger: Ledger, text: int) -> DeviceRoom:
 
 def place(allowed: Allowed, ledger: Ledger, text: int, per_token: int) -> Placed:
     """On the CPU: all in memory if that has room, else as many as go in beside the rest and `text` bytes of a text."""
-    free = memory.available(CPU) - WORKING
-    sizes = {name: span.size for name, span in ledger.wanted.items()}
-    experts = sum(sizes[name] for name in ledger.stacks)
-    dense = sum(sizes.values()) - experts
+    free, (dense, experts) = memory.available(CPU) - WORKING, weighed(ledger)
     room = free - dense - max(text, free // TEXTS)
     if not ledger.mixtures or (allowed.expert_cache is None and experts <= free - dense - text):
         return Placed(None, False)
     if allowed.expert_cache is None and not allowed.fit:
-        require(ledger, free, dense + text + experts, "")
+        require(ledger, free, dense + text + experts, "weights and texts")
         return Placed(None, False)
     least = sum(share.nbytes for share in fewest(list(ledger.mixtures.values()), per_token))
-    require(ledger, free, dense + text + least, ", with all but the experts of one token on disk")
-    room = max(room, least)  # rather a shorter text than none
+    require(ledger, free, dense + text + least, "weights and texts", ", with all but the experts of one token on disk")
+    cache = cut(allowed, ledger, per_token, max(room, least))  # rather a shorter text than none
+    return Placed(cache, allowed.limited or experts > free - dense - text - cache)
+
+
+def place_beside(allowed: Allowed, ledger: Ledger, per_token: int) -> Placed:
+    """On the host of a GPU, which has all else: all experts if there is room, else as many as go in."""
+    free, (_, experts) = memory.available(CPU) - WORKING, weighed(ledger)
+    if allowed.expert_cache is None and experts <= free:
+        return Placed(None, False)
+    least = sum(share.nbytes for share in fewest(list(ledger.mixtures.values()), per_token))
+    require(ledger, free, least, "on the host of a GPU, experts", " for those of one token, with all others on disk")
+    cache = cut(allowed, ledger, per_token, max(free - free // UNPINNED, least))
+    return Placed(cache, allowed.limited or experts > free - cache)
+
+
+def cut(allowed: Allowed, ledger: Ledger, per_token: int, room: int) -> int:
+    """Bytes of experts in memory that has room for some: all of it, or what was asked for, if that is enough."""
+    _, experts = weighed(ledger)
     cache = min(room, experts if allowed.expert_cache is None else allowed.expert_cache)
-    limited = allowed.ram is not None or allowed.memory_limit is not None
-    return Placed(cache, limited or experts > free - dense - text - cache)
+    plan(list(ledger.mixtures.values()), cache, per_token)
+    return cache
 
 
-def require(ledger: Ledger, free: int, need: int, how: str) -> None:
+def weighed(ledger: Ledger) -> tuple[int, int]:
+    """Bytes of dense weights, and of experts."""
+    sizes = {name: span.size for name, span in ledger.wanted.items()}
+    experts = sum(sizes[name] for name in ledger.stacks)
+    return sum(sizes.values()) - experts, experts
+
+
+def require(ledger: Ledger, free: int, need: int, what: str, how: str = "") -> None:
     if need > free:
         raise NotEnoughMemory(
-            f"{ledger.checkpoint.folder}: weights and texts may take {size(max(free, 0))}; they need "
+            f"{ledger.checkpoint.folder}: {what} may take {size(max(free, 0))}; they need "
             f"{size(need)}{how}. Free as much, or give it --ram {need} or "
             f"--memory-limit {need + memory.held(CPU) + WORKING} at least."
         )

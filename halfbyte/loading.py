@@ -17,16 +17,18 @@ from .chat import Tokenizer
 from .checkpoint.ledger import Ledger
 from .checkpoint.weights import Load
 from .config import Config
-from .device_experts import DeviceResidency
+from .device_experts import BUFFERS, DeviceResidency
 from .device_experts import plan as plan_slots
 from .download import no_progress
 from .errors import UsageError, size
-from .fitting import TEXT, Allowed, device_room, place
+from .fitting import TEXT, Allowed, device_room, place, place_beside
 from .host_experts import in_host_memory
 from .models import MODELS
 from .models.decoder import Decoder
 from .progress import bar, rewritable
 from .residency import Residency
+from .tiered_experts import BUFFERS as TIERED_BUFFERS
+from .tiered_experts import TieredResidency
 
 log = logging.getLogger(__name__)
 PER_TOKEN = ("num_experts_per_tok", "top_k_experts")  # the key, as families call it
@@ -48,7 +50,7 @@ def load_model(
     """The model of an MLX checkpoint's folder. dtype is that of its activations; weights stay as they are stored.
 
     `load`: "read" copies them into memory of our own, "map" shows the files themselves, which must not change (CPU).
-    `expert_cache`: experts stay on disk, and so many bytes of them in memory (CPU). Results are the same, bit for bit.
+    `expert_cache`: experts stay on disk, and so many bytes of them in host memory (CPU, CUDA); results are the same.
     `allowed` says more of what it may take; without a word, experts stay on disk where memory has no room for all.
     `top_k_experts`: fewer experts a token than the model was made for. That is another, worse model.
     """
@@ -64,14 +66,15 @@ def load_model(
     allowed = allowed or Allowed()
     if expert_cache is not None:
         allowed = replace(allowed, expert_cache=expert_cache)
-    residency: Residency | DeviceResidency | None = None
+    residency: Residency | DeviceResidency | TieredResidency | None = None
     if load != "map":
         allowed.restrict(target)
-        residency = (
-            resident_experts(made, skeleton.ledger, allowed, expert_policy)
-            if target.type == "cpu"
-            else experts_beside(made, skeleton.ledger, target, allowed, progress)
-        )
+        if target.type == "cpu":
+            residency = resident_experts(made, skeleton.ledger, allowed, expert_policy)
+        elif target.type == "cuda":
+            residency = experts_beside(made, skeleton.ledger, target, allowed, expert_policy, progress)
+        elif allowed.expert_cache is not None and skeleton.ledger.mixtures:
+            raise UsageError(f"an expert cache is for CPU and CUDA: on {target}, all experts are in its memory")
     lenders = None if residency is None else residency.lenders
     model = build(checkpoint.config, skeleton.load(target, load=load, progress=progress, lenders=lenders))
     model.residency = residency
@@ -98,24 +101,30 @@ def use_fewer_experts(config: Config, count: int) -> str:
 
 
 def experts_beside(
-    made: Decoder, ledger: Ledger, device: torch.device, allowed: Allowed, progress: Callable[[int, int], None] | None
-) -> DeviceResidency | None:
-    """Experts in host memory, where the device has no room for all; None is all there. `made` is the skeleton."""
-    if allowed.expert_cache is not None and ledger.mixtures:
-        raise UsageError(
-            f"an expert cache is for the CPU: with {device}, all experts are in memory, and --gpu-memory says how much "
-            "of them is on the GPU"
-        )
+    made: Decoder, ledger: Ledger, device: torch.device, allowed: Allowed, policy: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> DeviceResidency | TieredResidency | None:  # fmt: skip
+    """Experts in host memory, where the device has no room for all, and on disk, where the host has none either; None
+    is all on the device. `made` is the skeleton."""
     text = bytes_of(made.kept, 1, min(made.context, TEXT), 1, torch.bfloat16)
     room = device_room(memory.available(device), ledger, text)
-    if not allowed.fit or not ledger.mixtures or room.all_fit or device.type != "cuda":
+    if not ledger.mixtures or (allowed.expert_cache is None and (room.all_fit or not allowed.fit)):
         return None
-    mixtures = list(ledger.mixtures.values())
-    slots = plan_slots(mixtures, room.experts, room.most, made.experts_per_token, room.beside)
-    hosts, areas = in_host_memory(ledger, progress)
-    found = DeviceResidency(hosts, slots, device, areas)
-    log.warning("%s has room for %s of its experts; the others come from host memory", device, size(found.nbytes))
-    return found
+    mixtures, per_token = list(ledger.mixtures.values()), made.experts_per_token
+    placed = place_beside(allowed, ledger, per_token)
+    buffers = BUFFERS if placed.cache is None else TIERED_BUFFERS
+    slots = plan_slots(mixtures, room.experts, room.most, per_token, room.beside, buffers)
+    if placed.cache is None:
+        hosts, areas = in_host_memory(ledger, progress)
+        found = DeviceResidency(hosts, slots, device, areas)
+        log.warning("%s has room for %s of its experts; the others come from host memory", device, size(found.nbytes))
+        return found
+    tiers = TieredResidency(ledger, placed.cache, slots, device, per_token, policy, direct=placed.direct)
+    log.warning(
+        "%s has room for %s of its experts, host memory for %s; the others stay on disk", device,
+        size(tiers.device_bytes), size(tiers.below.nbytes),
+    )  # fmt: skip
+    return tiers
 
 
 def resident_experts(made: Decoder, ledger: Ledger, allowed: Allowed, policy: str) -> Residency | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from .expert_reader import ExpertReader
 from .expert_shares import form_of, parts_of, plan
 from .foresight import blocks_of, by_votes, foresee
 from .ops.formats import Packed
-from .stored_experts import CPU, Ahead, Shelf, StoredExperts
+from .stored_experts import CPU, Ahead, Shelf, StoredExperts, in_memory
 
 SHARE = 8  # of the descriptors that a process may have, this part is for shards
 
@@ -63,15 +63,16 @@ class Residency:
     source = "disk"
 
     def __init__(
-        self, ledger: Ledger, budget: int, per_token: int, policy: str = "lfu", *, direct: bool = False
-    ) -> None:
+        self, ledger: Ledger, budget: int, per_token: int, policy: str = "lfu", *, direct: bool = False,
+        allocate: Callable[[int], Tensor] = in_memory,
+    ) -> None:  # fmt: skip
         require_as_stored(ledger.checkpoint.folder, ledger.mixtures)
         mixtures, files = list(ledger.mixtures.values()), ledger.checkpoint.states
         if repacked := find(ledger.checkpoint, ledger.mixtures):
             mixtures, files = repacked[0], {**files, **repacked[1]}
         self.shares = plan(mixtures, budget, per_token)
         memory.require(sum(share.nbytes for share in self.shares), CPU, "the expert cache")
-        self.shelves = [Shelf(share, form_of(mixtures[share.layers[0]]), policy) for share in self.shares]
+        self.shelves = [Shelf(share, form_of(mixtures[share.layers[0]]), policy, allocate) for share in self.shares]
         used = {p.stored.path for m in mixtures for span in parts_of(m).values() for p in span.pieces}
         states = {path: state for path, state in files.items() if path in used}
         self.reader = ExpertReader(states, most_open=descriptors_for(states), direct=direct)
@@ -96,9 +97,9 @@ class Residency:
         self.ahead.settle()
 
     def foresee(self, layers: Sequence[object]) -> None:
-        """Let the layers of the model that has these lenders say what each next one will probably choose."""
+        """Let the layers of a model say what each next one will probably choose, which its lender here is told."""
         blocks = blocks_of(layers)
-        lenders: list[StoredExperts] = [block.experts for block in blocks]
+        lenders = list(self.lenders.values())
         for lender, following in pairwise(lenders):
             lender.following = following
 

@@ -7,7 +7,7 @@ While a layer computes with the last of its experts, what the next one will prob
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -41,16 +41,21 @@ class Where(NamedTuple):
     sizes: Integers  # [P]
 
 
+def in_memory(count: int) -> Tensor:
+    """So many bytes, taken now: whoever asks what is free must see it."""
+    return memory.allocate(count, CPU).zero_()
+
+
 class Shelf:
     """The slots of one share: memory, what is in it, and the bytes of each slot as a read fills them."""
 
-    def __init__(self, share: Share, form: Form, policy: str) -> None:
+    def __init__(self, share: Share, form: Form, policy: str, allocate: Callable[[int], Tensor] = in_memory) -> None:
         self.share, self.cache = share, ExpertCache(share.slots, POLICIES[policy])
         self.tensors: dict[Part, Tensor] = {}
         self.views: dict[Part, memoryview] = {}
         for part, kind, shape in form:
             span = Span("", kind, (share.slots, *shape), ())
-            flat = memory.allocate(span.size, CPU).zero_()  # taken now: whoever asks what is free must see it
+            flat = allocate(span.size)
             self.tensors[part], self.views[part] = flat.view(span.dtype).view(span.shape), flat.numpy().data
         self.addresses = np.array([address_of(view) for view in self.views.values()], np.int64)  # of the first slot
 

@@ -16,6 +16,7 @@ from halfbyte.host_experts import in_host_memory
 from halfbyte.models import MODELS
 from halfbyte.ops.quant import Packed, dequantize, quantize
 from halfbyte.sampling import SamplingParams
+from halfbyte.tiered_experts import TieredResidency
 
 CPU = torch.device("cpu")
 TINY = Path(hub.locate("tiny"))
@@ -35,15 +36,34 @@ def budget_of(folder, slots):
 
 def beside(folder, slots):
     """The model of a folder with its experts in host memory and so many slots a layer; a CPU stands in for both."""
+
+    def residency(ledger, made):
+        hosts, areas = in_host_memory(ledger)
+        return DeviceResidency(hosts, [slots] * len(hosts), CPU, areas)
+
+    return lent(folder, residency)
+
+
+def tiered(folder, slots, held, policy="lfu", **more):
+    """The same with experts on disk: so many slots a layer on a device, so many of each form in host memory."""
+
+    def residency(ledger, made):
+        counts = [slots] * len(ledger.mixtures)
+        return TieredResidency(ledger, budget_of(folder, held), counts, CPU, made.experts_per_token, policy, **more)
+
+    return lent(folder, residency)
+
+
+def lent(folder, residency):
+    """The model of a folder whose experts are those of residency(ledger, skeleton)."""
     checkpoint = checkpoints.open(folder, set(MODELS))
     build, empty = MODELS[checkpoint.config.model_type], checkpoint.weights("meta")
-    layers = len(build(checkpoint.config, empty).layers)
-    empty.finish(layers=layers)
-    hosts, areas = in_host_memory(empty.ledger)
-    residency = DeviceResidency(hosts, [slots] * len(hosts), CPU, areas)
-    model = build(checkpoint.config, empty.load(CPU, lenders=residency.lenders))
-    model.residency = residency
-    residency.foresee(model.layers, 1)
+    skeleton = build(checkpoint.config, empty)
+    empty.finish(layers=len(skeleton.layers))
+    found = residency(empty.ledger, skeleton)
+    model = build(checkpoint.config, empty.load(CPU, lenders=found.lenders))
+    model.residency = found
+    found.foresee(model.layers)
     return model
 
 

@@ -1,6 +1,8 @@
 """Experts in host memory, some of them in slots: the same bits as with all of them on the device. CPU tensors stand in
 for both memories, and Triton's interpreter for the GPU where kernels are meant."""
 
+from functools import partial
+
 import pytest
 import torch
 from model_goldens import FOLDER as GOLDENS
@@ -11,15 +13,16 @@ from halfbyte import checkpoint as checkpoints
 from halfbyte import explain as explaining
 from halfbyte.accounting import skeleton
 from halfbyte.commands.explaining import how
-from halfbyte.commands.plan import beside_device, described_beside
+from halfbyte.commands.plan import beside_device, described_beside, slots_beside
 from halfbyte.decoding import DecodeStep
 from halfbyte.device_experts import plan
 from halfbyte.engine import Engine, Request, logits
 from halfbyte.errors import NotEnoughMemory
 from halfbyte.expert_shares import expert_bytes
-from halfbyte.fitting import device_room
+from halfbyte.fitting import Allowed, device_room
 from halfbyte.host_experts import own
 from halfbyte.loading import load_model
+from halfbyte.model_proof import prove
 from halfbyte.models import MODELS
 from halfbyte.ops.dispatch import using
 from halfbyte.sampling import SamplingParams
@@ -159,15 +162,45 @@ def test_layers_alike_share_buffers_but_not_what_is_their_own(copied):
     assert torch.equal(logits(model, PROMPT)[0], logits(whole, PROMPT)[0])
 
 
+def test_a_model_is_proved_with_its_experts_elsewhere():
+    """Copies into slots are no ops; what is computed with them is held against its body."""
+    model = beside(GOLDENS / "qwen3_moe-4bit", 4)
+    model.layers = model.layers[:1]  # the bodies take long
+    proof = prove(model)
+    assert not proof.wrong and proof.calls["expert_mlp"] and model.residency.reads.needed > 0
+
+
 def test_a_plan_says_what_comes_over_the_bus():
     _, ledger, account = skeleton(TINY)
-    need = device_room(0, ledger, account.cache(8192)).beside
-    assert beside_device(ledger, account, need + account.experts, 1e12, 1e9) == {"experts_in_host_memory_bytes": 0}
-    refused = beside_device(ledger, account, need, 1e12, 1e9)
+    need, foretold = device_room(0, ledger, account.cache(8192)).beside, partial(beside_device, Allowed())
+    assert foretold(ledger, account, need + account.experts, 1e12, 1e9) == {"experts_in_host_memory_bytes": 0}
+    refused = foretold(ledger, account, need, 1e12, 1e9)
     assert "--gpu-memory" in described_beside(refused)[0][1]
     least = int(refused["even_so"].split("--gpu-memory ")[1].split()[0])
-    tight = beside_device(ledger, account, least, 1e12, 1e9)
-    assert tight["expert_slots_per_layer"] == [4] * 8
+    tight = foretold(ledger, account, least, 1e12, 1e9)
+    assert tight["expert_slots_per_layer"] == [4] * 8 and tight["experts_in_host_memory_bytes"] == account.experts
+    assert tight["expert_slot_bytes"] == account.experts / 4 and "experts_on_disk_bytes" not in tight
     assert tight["copied_bytes_per_token"] == 0.75 * 32 * expert_bytes(mixtures_of(TINY)[0])
     assert tight["tokens_per_second_beside"] == 1e9 / tight["copied_bytes_per_token"]
-    assert "copies 24 experts" in described_beside(tight)[1][1]
+    assert "copies 24 experts" in described_beside(tight)[2][1]
+
+
+def test_a_plan_says_what_comes_from_the_disk():
+    """A buffer of one layer is enough there, so a GPU that is too small beside host memory alone may do."""
+    (_, ledger, account), each = skeleton(TINY), expert_bytes(mixtures_of(TINY)[0])
+    few = Allowed(expert_cache=64 * each)
+    need = device_room(0, ledger, account.cache(8192)).beside
+    least = need + (16 + 32) * each
+    with pytest.raises(NotEnoughMemory, match="two whole layers"):
+        slots_beside(ledger, account, least)
+    found = beside_device(few, ledger, account, least, 1e12, 1e9)
+    assert found["expert_slots_per_layer"] == [4] * 8 and found["expert_slot_bytes"] == 32 * each
+    assert found["host_bytes"] == found["experts_in_host_memory_bytes"] == found["experts_on_disk_bytes"] == 64 * each
+    assert (found["experts_copied_per_token"], found["experts_read_per_token"]) == (24, 16)
+    assert found["disk_bytes_per_token"] == 16 * each and found["disk_bytes_per_second"] > 0
+    said = dict(described_beside(found))
+    assert list(said) == ["on the GPU", "in host memory", "on disk", "a token"] and "and reads 16, " in said["a token"]
+    refused = beside_device(few, ledger, account, least - 1, 1e12, 1e9)
+    assert "a whole layer" in refused["even_so"] and f"--gpu-memory {least} at least" in refused["even_so"]
+    too_few = beside_device(Allowed(expert_cache=each), ledger, account, least, 1e12, 1e9)
+    assert "too small" in too_few["even_so"]

@@ -4,19 +4,23 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from streaming import TINY, budget_of, shard, tokens
+from streaming import TINY, budget_of, lent, shard, tokens
 
 from halfbyte import cli, fitting, memory
 from halfbyte.accounting import skeleton
 from halfbyte.cache import bytes_of
+from halfbyte.device_experts import DeviceResidency
 from halfbyte.errors import CheckpointError, NotEnoughMemory, UsageError
-from halfbyte.fitting import Allowed, place
-from halfbyte.loading import load_model
+from halfbyte.fitting import Allowed, place, place_beside
+from halfbyte.loading import experts_beside, load_model
+from halfbyte.tiered_experts import TieredResidency
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cpu", 0)
+WORKS = fitting.GPU_WORKING
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +86,88 @@ def test_what_stays_on_disk_is_said(resident, free, caplog):
     model = load_model(TINY)
     assert 0 < model.residency.nbytes < experts and "the others stay on disk" in caplog.text
     assert tokens(model, 3) == tokens(resident, 3)
+
+
+@pytest.fixture
+def memories(monkeypatch):
+    """`memories(gpu, host)` says how much is free beside the working memory; a second CPU stands in for the GPU."""
+
+    def put(gpu, host):
+        free = {GPU: gpu + fitting.GPU_WORKING, CPU: host + fitting.WORKING}
+        monkeypatch.setattr(memory, "available", lambda device: free[device])
+
+    return put
+
+
+def on_gpu(model):
+    """Dense weights and the room for a text."""
+    return needs(model)[0] + bytes_of(model.kept, 1, min(model.context, fitting.TEXT), 1, torch.bfloat16)
+
+
+def beside_gpu(allowed=None):
+    """The embedded model as it is loaded beside a GPU; None where all of it is on the GPU."""
+    found = []
+
+    def residency(ledger, made):
+        found.append(experts_beside(made, ledger, GPU, allowed or Allowed(), "lfu"))
+        return found[0] or Mock(lenders={})
+
+    model = lent(TINY, residency)
+    return model if found[0] else None
+
+
+def test_beside_a_gpu_experts_go_where_there_is_room(resident, memories, caplog):
+    """All on the GPU, else all in host memory, else on disk: each as long as the one before has no room."""
+    dense, (_, experts, _), each = on_gpu(resident), needs(resident), budget_of(TINY, 1)
+    memories(dense + experts, 0)
+    assert beside_gpu() is None and not caplog.text
+    memories(dense + experts - 1, experts)
+    model = beside_gpu()
+    assert isinstance(model.residency, DeviceResidency) and "the others come from host memory" in caplog.text
+    assert tokens(model, 3) == tokens(resident, 3)
+    memories(dense + experts - 1, experts - 1)
+    model = beside_gpu()
+    assert isinstance(model.residency, TieredResidency) and "the others stay on disk" in caplog.text
+    assert model.residency.below.nbytes == 112 * each, "an eighth of what is free is left to the system"
+    assert tokens(model, 3) == tokens(resident, 3)
+    memories(dense + 48 * each, 4 * each)
+    least = beside_gpu()
+    assert (least.residency.device_bytes, least.residency.below.nbytes) == (48 * each, 4 * each)
+    assert tokens(least, 3) == tokens(resident, 3)
+
+
+def test_beside_a_gpu_an_expert_cache_leaves_experts_on_disk(resident, memories):
+    """Also where all would have room, as on a CPU; and more than the host has is what it has."""
+    for host, cache, held in ((1 << 30, 20, 20), (80 * budget_of(TINY, 1), 1000, 70)):
+        memories(1 << 30, host)
+        model = beside_gpu(Allowed(expert_cache=budget_of(TINY, cache)))
+        assert model.residency.below.nbytes == budget_of(TINY, held)
+        assert {one.count for one in model.residency.lenders.values()} == {16}
+        assert tokens(model, 3) == tokens(resident, 3)
+
+
+def test_beside_a_gpu_too_little_names_the_least(resident, memories):
+    dense, each = on_gpu(resident), budget_of(TINY, 1)
+    memories(dense + 48 * each, 4 * each - 1)
+    with pytest.raises(NotEnoughMemory, match=rf"--ram {4 * each} or --memory-limit \d+ at least") as refused:
+        beside_gpu()
+    assert refused.value.exit_code == 4
+    memories(dense + 48 * each - 1, 4 * each)
+    with pytest.raises(NotEnoughMemory, match=f"a whole layer .* --gpu-memory {dense + 48 * each + WORKS} at least"):
+        beside_gpu()
+    with pytest.raises(NotEnoughMemory, match=r"an expert cache of .* is too small"):
+        beside_gpu(Allowed(expert_cache=4 * each - 1))
+    assert beside_gpu(Allowed(fit=False)) is None, "and loading what has no room is refused"
+
+
+def test_beside_a_gpu_files_are_kept_in_memory_that_nobody_needs(resident, memories):
+    _, experts, _ = needs(resident)
+    few, ledger = budget_of(TINY, 20), skeleton(TINY)[1]
+    memories(0, experts + few)
+    assert place_beside(Allowed(expert_cache=few), ledger, 4) == (few, False)
+    assert place_beside(Allowed(expert_cache=few, ram=1 << 30), ledger, 4) == (few, True)
+    memories(0, experts + few - 1)
+    assert place_beside(Allowed(expert_cache=few), ledger, 4) == (few, True)
 
 
 def test_flags_reach_the_loading(capsys):

@@ -58,7 +58,7 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory", "sizes as 4GB; what is too small is refused with the least that is not")
     group.add_argument(
         "--expert-cache", type=byte_count, metavar="SIZE",
-        help="leave experts on disk and keep so much of them in memory, as 4GB (CPU); replies are the same",
+        help="leave experts on disk and keep so much of them in host memory, as 4GB; replies are the same",
     )  # fmt: skip
     sized = {
         "--ram": "of weights and caches on the host", "--memory-limit": "of the whole process on the host",
@@ -68,8 +68,8 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         group.add_argument(name, type=byte_count, metavar="SIZE", help=f"at most, {help} (default: what is free)")
     group.add_argument(
         "--fit", choices=["on", "off"], default="on",
-        help="on: where memory has no room for all experts, leave some on disk (CPU) or in host memory (CUDA); off: "
-        "refuse (default: on)",
+        help="on: where memory has no room for all experts, leave some in host memory (CUDA) or on disk; off: refuse "
+        "(default: on)",
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..accounting import Account
     from ..checkpoint.ledger import Ledger
-    from ..fitting import Allowed
+    from ..fitting import Allowed, DeviceRoom
 
 STATE_ROUND_TRIP = 2  # recurrent states are read and written
 
@@ -82,13 +82,15 @@ def run(args: argparse.Namespace) -> int:
         rows += described_tiers(tiers)
     gpu = known_gpu(args, limits, device, have, bandwidth / moved, bool(ledger.mixtures))
     if device.type == "cuda" and gpu is not None and gpu.bus is not None:
-        beside = beside_device(ledger, account, have, bandwidth, gpu.bus)
+        beside = beside_device(limits, ledger, account, have, bandwidth, gpu.bus)
         values |= beside
         rows += described_beside(beside)
     if args.trace is not None:
         trace, foretold = recorded(args.trace, checkpoint, ledger, account), []
         if gpu is not None:
-            foretold += [beside_gpu(trace, ledger, account, gpu, slots_beside(ledger, account, gpu.free))]
+            all_fit = room_beside(ledger, account, gpu.free).all_fit
+            slots = None if all_fit else slots_beside(ledger, account, gpu.free)
+            foretold += [beside_gpu(trace, ledger, account, gpu, slots)]
         if gpu is None or limits.expert_cache is not None:
             foretold += [on_disk(trace, ledger, account, limits.expert_cache, bandwidth / moved)]
         for found, lines in foretold:
@@ -139,57 +141,84 @@ def tiered(limits: Allowed, ledger: Ledger, account: Account, bandwidth: float) 
     }  # fmt: skip
 
 
-def beside_device(ledger: Ledger, account: Account, have: int, bandwidth: float, bus: float) -> dict[str, Any]:
-    """The same with a GPU that has `have` bytes: experts that have no room there come from host memory."""
-    import torch
+def beside_device(
+    limits: Allowed, ledger: Ledger, account: Account, have: int, bandwidth: float, bus: float
+) -> dict[str, Any]:
+    """The same with a GPU that has `have` bytes: experts that have no room there come from host memory, and those that
+    have none in either from the disk.
 
-    from .. import memory
+    What is on the GPU has come through host memory: as long as every expert is as likely as any other, the larger of
+    both has all that the smaller one has.
+    """
+    from ..disk import expert_bandwidth
+    from ..fitting import place_beside
 
+    if limits.expert_cache is None and room_beside(ledger, account, have).all_fit:
+        return {"experts_in_host_memory_bytes": 0}
     try:
-        slots = slots_beside(ledger, account, have)
+        cache = place_beside(limits, ledger, account.experts_per_token).cache
+        slots = slots_beside(ledger, account, have, on_disk=cache is not None)
     except NotEnoughMemory as error:
         return {"experts_in_host_memory_bytes": None, "even_so": str(error)}
-    if slots is None:
-        return {"experts_in_host_memory_bytes": 0}
-    if (free := memory.available(torch.device("cpu"))) < account.experts:
-        said = f"host memory has {size(free)} for {size(account.experts)} of experts"
-        return {"experts_in_host_memory_bytes": None, "even_so": said}
-    missing = 1 - sum(slots) / (len(slots) * account.expert_count)
-    copied = missing * account.experts * account.experts_per_token / account.expert_count
+    needed, part = account.experts_per_token * len(slots), sum(slots) / (len(slots) * account.expert_count)
+    missing, each = 1 - part, account.experts / (len(slots) * account.expert_count)
     seconds = (account.read_per_token + STATE_ROUND_TRIP * account.cache_fixed) / bandwidth
-    return {
-        "host_bytes": account.experts, "experts_in_host_memory_bytes": account.experts, "expert_slots_per_layer": slots,
-        "experts_copied_per_token": missing * account.experts_per_token * len(slots), "copied_bytes_per_token": copied,
-        "bus_bytes_per_second": bus, "tokens_per_second_beside": 1 / max(seconds, copied / bus),
+    copied, host = missing * needed * each, account.experts if cache is None else min(cache, account.experts)
+    found = {
+        "host_bytes": host, "experts_in_host_memory_bytes": host, "expert_slots_per_layer": slots,
+        "expert_slot_bytes": round(part * account.experts), "experts_copied_per_token": missing * needed,
+        "copied_bytes_per_token": copied, "bus_bytes_per_second": bus,
+        "tokens_per_second_beside": 1 / max(seconds, copied / bus),
+    }  # fmt: skip
+    if cache is None:
+        return found
+    read, disk = (1 - max(part, host / account.experts)) * needed, expert_bandwidth(ledger)
+    return found | {
+        "experts_on_disk_bytes": account.experts - host, "experts_read_per_token": read,
+        "disk_bytes_per_token": read * each, "disk_bytes_per_second": disk,
+        "tokens_per_second_beside": 1 / (seconds + max(copied / bus, read * each / disk)),
     }  # fmt: skip
 
 
-def slots_beside(ledger: Ledger, account: Account, free: int) -> list[int] | None:
-    """The slots that a run would give each layer on a GPU of so many bytes; None where all experts have room there."""
-    from ..device_experts import plan
+def room_beside(ledger: Ledger, account: Account, free: int) -> DeviceRoom:
+    """What of a GPU of so many bytes is left for experts."""
     from ..fitting import TEXT, device_room
 
-    room = device_room(free, ledger, account.cache(min(account.context, TEXT)))
-    if room.all_fit:
-        return None
-    mixtures = list(ledger.mixtures.values())
-    return plan(mixtures, room.experts, room.most, account.experts_per_token, room.beside)
+    return device_room(free, ledger, account.cache(min(account.context, TEXT)))
+
+
+def slots_beside(ledger: Ledger, account: Account, free: int, on_disk: bool = False) -> list[int]:
+    """The slots that a run would give each layer on a GPU of so many bytes; with some experts `on_disk`, or none."""
+    from .. import device_experts, tiered_experts
+
+    room, mixtures = room_beside(ledger, account, free), list(ledger.mixtures.values())
+    buffers = tiered_experts.BUFFERS if on_disk else device_experts.BUFFERS
+    return device_experts.plan(mixtures, room.experts, room.most, account.experts_per_token, room.beside, buffers)
 
 
 def described_beside(beside: dict[str, Any]) -> list[tuple[str, str]]:
     if not beside["experts_in_host_memory_bytes"]:
         return [("even so", beside["even_so"])] if "even_so" in beside else []
-    slots = beside["expert_slots_per_layer"]
-    return [
+    sizes = {name: size(round(value)) for name, value in beside.items() if "bytes" in name}
+    on_disk = "experts_on_disk_bytes" in beside
+    read = f" and reads {beside['experts_read_per_token']:.0f}, {sizes['disk_bytes_per_token']}" if on_disk else ""
+    rows = [
         (
-            "in host memory",
-            f"{size(beside['experts_in_host_memory_bytes'])} of experts; {min(slots)} a layer on the GPU",
+            "on the GPU",
+            f"{sizes['expert_slot_bytes']} of experts, {min(beside['expert_slots_per_layer'])} a layer; the others "
+            f"come at {sizes['bus_bytes_per_second']}/s",
         ),
+        ("in host memory", f"{sizes['experts_in_host_memory_bytes']} of experts"),
+    ]
+    if on_disk:
+        stay = f"{sizes['experts_on_disk_bytes']} of experts, read at {sizes['disk_bytes_per_second']}/s"
+        rows.append(("on disk", stay))
+    return [
+        *rows,
         (
             "a token",
-            f"copies {beside['experts_copied_per_token']:.0f} experts, {size(round(beside['copied_bytes_per_token']))} "
-            f"at {size(round(beside['bus_bytes_per_second']))}/s, if it is as likely to choose one as another: "
-            f"{beside['tokens_per_second_beside']:.1f} tok/s at most",
+            f"copies {beside['experts_copied_per_token']:.0f} experts, {sizes['copied_bytes_per_token']},{read} if it "
+            f"is as likely to choose one as another: {beside['tokens_per_second_beside']:.1f} tok/s at most",
         ),
     ]
 

@@ -15,6 +15,7 @@ from ..config import Config
 from ..device_experts import DeviceResidency
 from ..residency import Residency
 from ..step import Step
+from ..tiered_experts import TieredResidency
 from .layers import Embedding, Linear, Norm
 
 
@@ -67,7 +68,8 @@ class Decoder:
             weights.skip("lm_head")
         self.expert_count = self.experts_per_token = 0  # of a layer; a mixture says how many
         self.fingerprint = ""  # of the checkpoint, once it is loaded
-        self.residency: Residency | DeviceResidency | None = None  # where its experts are, if not all in one memory
+        # Where its experts are, if not all in one memory.
+        self.residency: Residency | DeviceResidency | TieredResidency | None = None
         self.compiled = False  # whether compilation.py has seen to its kernels
         self.layers: list[Any] = []
 
