@@ -46,7 +46,9 @@ def compile_kernels(model: Decoder, progress: Callable[[int, int], None] | None 
 
 def _steps(model: Decoder, slots: int) -> None:
     """All that a text is made of: several tokens, then one; and steps of several texts."""
-    lengths = PROMPTS[model.device.type]
+    lengths, replays = PROMPTS[model.device.type], model.residency is None or model.residency.replayable
+    if isinstance(model.residency, TieredResidency):
+        model.residency.rehearse_copies()
     cache = model.new_cache(1, max(lengths) + ROWS)
     temperature, row = (torch.ones(1, device=model.device), torch.zeros(1, dtype=torch.int64, device=model.device))
     for length in (*lengths, 1):
@@ -55,10 +57,10 @@ def _steps(model: Decoder, slots: int) -> None:
     if model.device.type == "cuda":
         sizes = step_sizes(slots, model.device)
     else:  # a step of one takes what one of any number takes
-        sizes = [1] if model.residency is None else []
+        sizes = [1] if replays else []
     for size in sizes:
         cache = model.new_cache(size, ROWS)
-        if model.residency is None or model.residency.replayable:
+        if replays:
             rehearse(model, cache, size)
         else:
             model(cache.plan([(slot, [0]) for slot in range(size)]), cache)

@@ -154,7 +154,7 @@ class DecodeStep:
 
     @property
     def recorded(self) -> bool:
-        """Whether a launch replays; else it runs the step as it is written first, which takes its time."""
+        """Whether a launch runs what was recorded; else it runs the step as it is written, and records it."""
         return self.tape.recorded(self.cache)
 
     def bind(

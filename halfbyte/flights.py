@@ -107,7 +107,7 @@ class Flights:
         if full or lost or not self.saves(len(keeping)):
             return
         step = self._step(requests)
-        if not step.recorded:  # who waits for a token would wait for that too
+        if not step.recorded:  # who waits for a token would wait until it is
             return
         if not step.bound:
             step.bind(slots_of(requests), places, self.sampler, torch.cat([one.ids for one in arriving]))

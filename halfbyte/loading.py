@@ -120,10 +120,11 @@ def experts_beside(
         log.warning("%s has room for %s of its experts; the others come from host memory", device, size(found.nbytes))
         return found
     tiers = TieredResidency(ledger, placed.cache, slots, device, per_token, policy, direct=placed.direct)
-    log.warning(
-        "%s has room for %s of its experts, host memory for %s; the others stay on disk", device,
-        size(tiers.device_bytes), size(tiers.below.nbytes),
-    )  # fmt: skip
+    if allowed.expert_cache is None:
+        log.warning(
+            "%s has room for %s of its experts, host memory for %s; the others stay on disk", device,
+            size(tiers.device_bytes), size(tiers.below.nbytes),
+        )  # fmt: skip
     return tiers
 
 

@@ -150,15 +150,16 @@ class StoredExperts(Lender):
             cache.forget(self.layer, chosen)
             raise
 
-    def _taken(self, loads: list[Load]) -> list[Load]:
-        """Fill the slots of experts that the system has in its memory; those that are left."""
+    def _taken(self, loads: list[Load]) -> list[Range]:
+        """Fill slots with what the system has in its memory of their experts; what is left of these."""
         where, slots = self.where, np.array([slot for _, slot in loads], np.int64)
         experts = [expert for (_, expert), _ in loads]
         addresses = self.shelf.addresses + slots[:, None] * where.sizes
         places = np.stack([addresses, np.broadcast_to(where.sizes, addresses.shape)], -1)
         filled = self.ahead.reader.take(where.paths, where.starts[experts].reshape(-1, 2), places.reshape(-1, 2))
-        whole: list[bool] = np.all(filled.reshape(addresses.shape), axis=1).tolist()
-        return [load for load, is_whole in zip(loads, whole, strict=True) if not is_whole]
+        if filled.all():
+            return []
+        return [one for one, is_filled in zip(self.ranges(loads), filled.tolist(), strict=True) if not is_filled]
 
     @cached_property
     def where(self) -> Where:
@@ -169,8 +170,8 @@ class StoredExperts(Lender):
         return Where(paths, np.array(starts, np.int64), np.array([piece.size for piece in entries[0]], np.int64))
 
     @contextmanager
-    def _reading(self, loads: list[Load]) -> Generator[None]:
-        self.ahead.reader.start(self.ranges(loads))
+    def _reading(self, ranges: list[Range]) -> Generator[None]:
+        self.ahead.reader.start(ranges)
         yield
         self.ahead.reader.finish()
 

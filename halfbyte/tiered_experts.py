@@ -116,6 +116,7 @@ class TieredResidency:
             return area[:count]
 
         self.below = Residency(ledger, budget, per_token, policy, direct=direct, allocate=allocate)
+        self.below.reader.compile()
         self.buffers: dict[tuple[Shelf, int], Experts] = {}  # for layers alike, by how many experts they have
         self.lenders: dict[str, TieredExperts] = {}
         for (name, below), count in zip(self.below.lenders.items(), slots, strict=True):
@@ -142,6 +143,13 @@ class TieredResidency:
         finally:
             for block, lender in zip(blocks, lenders, strict=True):
                 block.experts, lender.below.likely = lender, []
+
+    def rehearse_copies(self) -> None:
+        """Copy what is copied up, once for each form."""
+        for lender in {id(one.below.shelf): one for one in self.lenders.values()}.values():
+            loads = torch.zeros(1, 2, dtype=torch.int32, device=lender.buffer.gate.device)
+            fill_slots(loads, own(lender.below.slots), own(lender.buffer))
+            fill_slots(loads, own(lender.slots), own(lender.buffer))
 
     def mend(self) -> None:
         """After a step that failed: what it had begun to read is settled."""

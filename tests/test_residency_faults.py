@@ -107,19 +107,20 @@ def test_compiled_code_leaves_to_python_what_it_cannot_read(resident, monkeypatc
     assert tokens(model, 3) == tokens(resident, 3) and sum(read) == model.residency.reader.bytes
 
 
-@pytest.mark.parametrize("flags", [expert_reader.NOWAIT, 0], ids=["from the system's memory", "on threads"])
-def test_compiled_code_reads_what_is_there(resident, monkeypatch, flags):
+@pytest.mark.parametrize("flags", {expert_reader.NOWAIT, 0}, ids=lambda flags: "now" if flags else "on threads")
+def test_compiled_code_reads_what_is_there(resident, copied, monkeypatch, flags):
     monkeypatch.setattr(expert_reader, "NOWAIT", flags)
-    model = load_model(TINY, expert_cache=budget_of(TINY, 5))
+    model = load_model(copied, expert_cache=budget_of(TINY, 5))
     for lender in model.residency.lenders.values():
         lender.following = None  # what is read ahead is read on threads
     if flags:
-        shard(TINY).read_bytes()  # the system may have forgotten it
+        shard(copied).read_bytes()  # the system may have forgotten it
         monkeypatch.setattr(model.residency.reader.pool, "submit", lambda *args: pytest.fail("threads read"))
     monkeypatch.setattr(os, "preadv", lambda *args: pytest.fail("Python reads"))
     assert tokens(model, 3) == tokens(resident, 3)
 
 
+@pytest.mark.skipif(not expert_reader.NOWAIT, reason="a system that does not say what it has in memory")
 def test_what_the_system_has_not_in_memory_is_read_on_threads(tmp_path):
     """The first half of a file was dropped from there, as far as the system obliged; whoever asks for all gets all."""
     file, data = tmp_path / "experts", os.urandom(1 << 20)

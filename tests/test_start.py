@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from streaming import TINY, budget_of
 from test_models import every_model, model_of
 
 from halfbyte import progress
@@ -120,6 +121,26 @@ def test_what_is_announced_is_all_that_a_model_needs(name):
     _, kept = logits(model, [5, 6, 7, 8])
     logits(model, [9], kept)
     assert {made: len(made.signatures) for made in KERNELS} == ready
+
+
+def test_nothing_is_compiled_in_a_reply_with_experts_on_disk():
+    """In a process of its own: here others have compiled what it needs."""
+    code = f"""
+from halfbyte.compilation import compile_kernels
+from halfbyte.engine import Engine, Request
+from halfbyte.loading import load_model
+model = load_model({str(TINY)!r}, expert_cache={budget_of(TINY, 18)})
+compile_kernels(model)
+from halfbyte.kernels.numba.compiled import KERNELS
+ready = {{made: len(made.signatures) for made in KERNELS}}
+engine = Engine(model, model.new_cache(1, 16))
+engine.submit(Request([5, 6, 7, 8], 5))
+while engine.busy:
+    engine.step()
+print([made.__name__ for made in KERNELS if len(made.signatures) != ready.get(made)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
 
 
 def test_compilation_is_shown(monkeypatch, capsys):

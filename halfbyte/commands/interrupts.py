@@ -62,12 +62,16 @@ def noticed() -> Iterator[None]:
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
-    signal.setitimer(signal.ITIMER_REAL, NOTICED, NOTICED)
+    before, idle = signal.getsignal(signal.SIGALRM), (0.0, 0.0)
+    if before is None or signal.getitimer(signal.ITIMER_REAL) != idle:  # it is somebody else's
+        yield
+        return
     try:
+        signal.signal(signal.SIGALRM, lambda number, frame: None)
+        signal.setitimer(signal.ITIMER_REAL, NOTICED, NOTICED)
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, *idle)
         signal.signal(signal.SIGALRM, before)
 
 

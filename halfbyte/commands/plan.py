@@ -89,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
         trace, foretold = recorded(args.trace, checkpoint, ledger, account), []
         if gpu is not None:
             all_fit = room_beside(ledger, account, gpu.free).all_fit
-            slots = None if all_fit else slots_beside(ledger, account, gpu.free)
+            slots = (
+                None if all_fit else slots_beside(ledger, account, gpu.free, on_disk=limits.expert_cache is not None)
+            )
             foretold += [beside_gpu(trace, ledger, account, gpu, slots)]
         if gpu is None or limits.expert_cache is not None:
             foretold += [on_disk(trace, ledger, account, limits.expert_cache, bandwidth / moved)]
@@ -107,7 +109,7 @@ def known_gpu(
     here = device.type == "cuda"
     elsewhere = limits.gpu_memory if device.type == "cpu" and args.trace is not None else None
     free = have if here else elsewhere
-    if free is None or not limits.fit or not experts:
+    if free is None or not (limits.fit or limits.expert_cache is not None) or not experts:
         if args.copy_gbps is not None:
             args.parser.error("argument --copy-gbps: for experts beside a CUDA GPU, or --trace with --gpu-memory")
         return None
