@@ -114,9 +114,7 @@ def run(args: argparse.Namespace) -> int:
         folder, args.device, args.dtype, progress=progress, allowed=allowed(args), top_k_experts=args.top_k_experts
     )
     if args.explain and model.residency is not None and model.residency.source == "disk":
-        args.parser.error(
-            "argument --explain: a step is explained with all experts in memory, which has no room for them"
-        )
+        args.parser.error("argument --explain: a step is explained with all experts in memory, where some have no room")
     compile_kernels(model, kernels(model.device.type))
     form = "json" if args.json else args.output
     table = new_table(form) if args.explain else Table(form, COLUMNS, WORDS, shown)
