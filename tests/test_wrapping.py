@@ -132,7 +132,8 @@ def test_elsewhere_text_stays_as_it_is(monkeypatch):
 
 
 def test_a_chat_at_a_narrow_window(tmp_path):
-    person = Terminal("chat", "tiny", "--device", "cpu", "--temp", "0", "-m", "80", XDG_STATE_HOME=str(tmp_path))
+    chat = ("-m", "halfbyte", "chat", "tiny", "--device", "cpu", "--temp", "0", "-m", "80")
+    person = Terminal(*chat, XDG_STATE_HOME=str(tmp_path))
     try:
         termios.tcsetwinsize(person.screen, (40, 30))
         person.say("Tell me a story.")
