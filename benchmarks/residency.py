@@ -3,6 +3,7 @@
 python benchmarks/residency.py make FOLDER --gigabytes 16      a random checkpoint, in Qwen3.5-35B-A3B's shape
 python benchmarks/residency.py run FOLDER --memory-limit 4GB           cold: dropped from the page cache for each token
 python benchmarks/residency.py run FOLDER --expert-cache 3GB --warm    whatever the system keeps in memory of the files
+python benchmarks/residency.py warm FOLDER --expert-cache 3GB          the same in turns with all experts in memory
 python benchmarks/residency.py run FOLDER                              all experts in memory, where they fit
 python benchmarks/residency.py prompt FOLDER --memory-limit 4GB        a prompt instead of a reply, cold
 python benchmarks/residency.py bits FOLDER       the same tokens with every policy and budget, directly read and not
@@ -258,6 +259,41 @@ def run(args):
         report(args, model.residency, model.residency.reads - before, plain, sum(seconds), reader.waited - waited)
 
 
+def warm(args):
+    """Turns of a model whose experts are mapped and of one that copies them out of the system's memory.
+
+    The machine's own bandwidth changes from minute to minute: what counts are turns that follow each other.
+    """
+    for path in args.folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            while file.read(1 << 24):
+                pass
+    models = {
+        "in memory": load_model(args.folder, "cpu", load="map"),
+        "on disk": load_model(args.folder, "cpu", allowed=Allowed(expert_cache=args.expert_cache)),
+    }
+    engines, seconds = {}, {name: [] for name in models}
+    for name, model in models.items():
+        engines[name] = Engine(model, model.new_cache(1, 2 * args.tokens + args.first + 8))
+        engines[name].submit(Request([1], 2 * args.tokens + args.first + 2, SamplingParams(temperature=1.0, seed=0)))
+        for _ in range(args.first + 1):
+            engines[name].step()
+    before = models["on disk"].residency.reads
+    for _ in range(args.tokens):
+        for name in random.sample(list(engines), 2):
+            engines[name].step()  # wakes its threads, and the memory that they use
+            start = time.perf_counter()
+            engines[name].step()
+            seconds[name].append(time.perf_counter() - start)
+    for name, taken in seconds.items():
+        print(f"experts {name}: {1 / statistics.median(taken):.2f} tok/s")
+    reads = models["on disk"].residency.reads - before
+    held, copies = size(models["on disk"].residency.nbytes), reads.seconds / args.tokens / 2
+    print(f"{reads.hit_rate:.1%} of what was needed found in {held}; copies took {copies * 1e3:.0f} ms a token")
+    ratios = [whole / part for whole, part in zip(*seconds.values(), strict=True)]
+    print(f"{statistics.median(ratios):.0%} of the speed with all experts in memory, the median of {args.tokens} turns")
+
+
 def report(args, residency, reads, plain, seconds, waited):
     rate, direct = reads.bytes / reads.seconds, not residency.reader.files.buffered
     print(f"{size(residency.nbytes)} of experts in memory, {reads.hit_rate:.1%} of what was needed;", end=" ")
@@ -278,6 +314,12 @@ if __name__ == "__main__":
     comparing = commands.add_parser("bits")
     comparing.add_argument("folder", help="or tiny")
     comparing.set_defaults(work=bits)
+    turns = commands.add_parser("warm")
+    turns.add_argument("folder", type=Path)
+    turns.add_argument("--expert-cache", type=byte_count, required=True, help="of experts in memory")
+    turns.add_argument("--tokens", type=int, default=24, help="of each, that count")
+    turns.add_argument("--first", type=int, default=4, help="tokens that come before")
+    turns.set_defaults(work=warm)
     for name, work in (("run", run), ("prompt", prompt)):
         running = commands.add_parser(name)
         running.add_argument("folder", type=Path)
