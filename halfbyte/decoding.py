@@ -56,10 +56,8 @@ class Tape:
 
         # Each in memory of its own: who reads what is told by that.
         self.ids, self.slots, self.seeds = numbers(B), numbers(B), numbers(B, dtype=torch.int64)
-        self.places, self.moves = (
-            numbers(2, B),
-            numbers(B),
-        )  # of the tokens that are computed, and the lengths they make
+        self.places = numbers(2, B)  # of the tokens that are computed, and the lengths that they make
+        self.moves = numbers(B)
         self.settings, self.top_k = numbers(3, B, dtype=torch.float32), numbers(B)
         temperature, top_p, min_p = self.settings
         top_p.fill_(1.0)

@@ -113,6 +113,19 @@ def folder(tmp_path_factory):
     return small_tokenizers.save(made, generation_config={"eos_token_id": 3, "do_sample": False})
 
 
+@pytest.fixture
+def preadv(monkeypatch):
+    """`preadv(stand_in)` puts another function in the place of os.preadv: Python then reads, not compiled code."""
+
+    from halfbyte import expert_reader
+
+    def put(stand_in):
+        monkeypatch.setattr(expert_reader, "compiled", lambda name: None)
+        monkeypatch.setattr(os, "preadv", stand_in)
+
+    return put
+
+
 @pytest.fixture(scope="session")
 def resident():
     """The embedded model, all in memory."""

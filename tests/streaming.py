@@ -1,5 +1,7 @@
 """Models whose experts are elsewhere, for tests: budgets in slots, and the tokens that a model says."""
 
+import errno
+import os
 from pathlib import Path
 
 import checkpoint_files as made
@@ -10,7 +12,7 @@ from halfbyte import checkpoint as checkpoints
 from halfbyte import hub
 from halfbyte.accounting import skeleton
 from halfbyte.device_experts import DeviceResidency
-from halfbyte.engine import Engine, Request
+from halfbyte.engine import Engine, Request, logits
 from halfbyte.expert_shares import plan
 from halfbyte.host_experts import in_host_memory
 from halfbyte.models import MODELS
@@ -85,6 +87,28 @@ def tokens(model, count=12):
     while engine.busy:
         engine.step()
     return request.made
+
+
+def assert_the_same_logits(model, whole):
+    """Bit for bit: of a prompt, then of single tokens."""
+    ids = [id % whole.vocabulary for id in PROMPT]
+    (expected, cache), (found, kept) = logits(whole, ids), logits(model, ids)
+    assert torch.equal(found, expected)
+    for id in ids[:3]:
+        assert torch.equal(logits(model, [id], kept)[0], logits(whole, [id], cache)[0])
+
+
+def failing_after(count, real=os.preadv):
+    """An os.preadv that fails after so many reads, and leaves zeros."""
+    left = iter(range(count))
+
+    def fail(fd, views, at):
+        if next(left, None) is not None:
+            return real(fd, views, at)
+        views[0][:] = bytes(len(views[0]))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    return fail
 
 
 def shard(folder):

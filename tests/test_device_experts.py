@@ -7,7 +7,7 @@ import pytest
 import torch
 from model_goldens import FOLDER as GOLDENS
 from model_goldens import NAMES
-from streaming import PROMPT, TINY, beside, mixtures_of, share_a_scale, tokens
+from streaming import PROMPT, TINY, assert_the_same_logits, beside, mixtures_of, share_a_scale, tokens
 
 from halfbyte import checkpoint as checkpoints
 from halfbyte import explain as explaining
@@ -57,11 +57,7 @@ def test_every_family_and_format_says_the_same(name):
     if not mixtures_of(folder):
         return
     model = beside(folder, whole.experts_per_token)
-    ids = [id % whole.vocabulary for id in PROMPT]
-    (expected, cache), (found, kept) = logits(whole, ids), logits(model, ids)
-    assert torch.equal(found, expected)
-    for id in ids[:3]:
-        assert torch.equal(logits(model, [id], kept)[0], logits(whole, [id], cache)[0])
+    assert_the_same_logits(model, whole)
     assert model.residency.reads.needed > 0
 
 

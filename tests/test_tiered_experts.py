@@ -11,7 +11,20 @@ import pytest
 import torch
 from model_goldens import FOLDER as GOLDENS
 from model_goldens import NAMES
-from streaming import CPU, PROMPT, TINY, budget_of, lent, mixtures_of, shard, share_a_scale, tiered, tokens
+from streaming import (
+    CPU,
+    PROMPT,
+    TINY,
+    assert_the_same_logits,
+    budget_of,
+    failing_after,
+    lent,
+    mixtures_of,
+    shard,
+    share_a_scale,
+    tiered,
+    tokens,
+)
 
 from halfbyte import expert_reader
 from halfbyte.chat import Tokenizer
@@ -58,11 +71,7 @@ def test_every_family_and_format_says_the_same(name):
     if not mixtures_of(folder):
         return
     model = tiered(folder, whole.experts_per_token, max(whole.experts_per_token, 2))
-    ids = [id % whole.vocabulary for id in PROMPT]
-    (expected, cache), (found, kept) = logits(whole, ids), logits(model, ids)
-    assert torch.equal(found, expected)
-    for id in ids[:3]:
-        assert torch.equal(logits(model, [id], kept)[0], logits(whole, [id], cache)[0])
+    assert_the_same_logits(model, whole)
 
 
 def test_layers_alike_share_a_buffer_but_not_what_is_their_own(copied):
@@ -204,30 +213,11 @@ def test_what_lies_somewhere_is_what_the_files_have(resident, preadv):
                     assert all(torch.equal(a[slot], b[expert]) for a, b in zip(held, sources, strict=True))
 
 
-@pytest.fixture
-def preadv(monkeypatch):
-    """`preadv(stand_in)` puts another function in the place of os.preadv: Python then reads, not compiled code."""
-
-    def put(stand_in):
-        monkeypatch.setattr(expert_reader, "compiled", lambda name: None)
-        monkeypatch.setattr(os, "preadv", stand_in)
-
-    return put
-
-
 def test_a_disk_that_fails_once(resident, monkeypatch, preadv):
     """The request gets the error; the next one gets the right tokens."""
-    model, real, expected = tiered(TINY, 6, 40), os.preadv, tokens(resident)
+    model, expected = tiered(TINY, 6, 40), tokens(resident)
     for good in (0, 70, 300, 1000):
-        left = iter(range(good))
-
-        def fail(fd, views, at, left=left):
-            if next(left, None) is not None:
-                return real(fd, views, at)
-            views[0][:] = bytes(len(views[0]))
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        preadv(fail)
+        preadv(failing_after(good))
         with pytest.raises(StorageError, match=r"reading at byte \d+: Input/output error"):
             tokens(model)
         monkeypatch.undo()
