@@ -4,7 +4,7 @@ tensors that have a shape but no memory. That a launcher runs on them also shows
     python tests/cross_compile.py serving sm_90             every serving case of every op, for one target
     python tests/cross_compile.py small sm_90               every other case, in float32 and bfloat16
     python tests/cross_compile.py fused sm_90               what a recorded step launches in the place of several ops
-    python tests/cross_compile.py qmm sm_90                 of one op
+    python tests/cross_compile.py qmm sm_90                 of one op, or of one such launch
     python tests/cross_compile.py 'qmm[...]' sm_90 --sass   one case, and its machine code
 """
 
@@ -89,8 +89,9 @@ def launches(case, dtype=torch.bfloat16):
 
 def wanted(chosen):
     """What to compile: its name, and what launches it."""
-    if chosen == "fused":
-        yield from ((name, partial(launch, *shape)) for name, (launch, shape) in LAUNCHES.items())
+    for name, (launch, shape) in LAUNCHES.items():
+        if chosen in ("fused", name, launch.__name__):
+            yield name, partial(launch, *shape)
     for case in CASES:
         if chosen == "small" and not case.serving:
             for dtype in (torch.float32, torch.bfloat16):

@@ -4,6 +4,7 @@ import torch
 
 from halfbyte.kernels.triton import (
     fused,
+    fused_attention,
     fused_experts,
     fused_latent,
     fused_norms,
@@ -57,6 +58,15 @@ def rotate_and_append(B, H, G, D, rotary, norm_v, ring):
     fused.rotate_and_append(
         q, k, v, meta(D), meta(D), 1e-6, whole(B), wide(rotary // 2), k_cache, v_cache, slots=whole(B),
         lengths=whole(B), rotary=rotary, scale=1.0, norm_v=norm_v, ring=ring, out=meta(B, H, D),
+    )  # fmt: skip
+
+
+def rotate_and_attend(B, H, G, D, rotary, norm_v, ring):
+    q, k, v, (k_cache, v_cache) = meta(B, H, D), meta(B, G, D), meta(B, G, D), (meta(B, 1280, G, D) for _ in range(2))
+    fused_attention.rotate_and_attend(
+        q, k, v, meta(D), meta(D), 1e-6, whole(B), wide(rotary // 2), k_cache, v_cache, slots=whole(B),
+        lengths=whole(B), rotary=rotary, turn_scale=1.0, norm_v=norm_v, ring=ring, scale=0.1,
+        window=1024 if ring else None, softcap=None, out=meta(B, 1, H, D),
     )  # fmt: skip
 
 
@@ -141,9 +151,9 @@ def onto_stream(B, N, inner, after):
     fused_projections.normed_qmm(normed, packed(after, N), norm=Norm(squares, 1e-6), out=meta(B, after))
 
 
-FAMILIES = ((rotate_and_append, ATTENTIONS), (recurrent_step, RECURRENCES), (combine_and_norm, MIXTURES),
-            (norm_chain, CHAINS), (rotate_and_append_latent, LATENTS), (chosen_experts, CHOICES),
-            (fetched_experts, CHOICES))  # fmt: skip
+FAMILIES = ((rotate_and_append, ATTENTIONS), (rotate_and_attend, ATTENTIONS), (recurrent_step, RECURRENCES),
+            (combine_and_norm, MIXTURES), (norm_chain, CHAINS), (rotate_and_append_latent, LATENTS),
+            (chosen_experts, CHOICES), (fetched_experts, CHOICES))  # fmt: skip
 LAUNCHES = {
     f"{launch.__name__}[{', '.join(map(str, (B, *shape)))}]": (launch, (B, *shape))
     for launch, shapes in FAMILIES

@@ -28,9 +28,9 @@ APPLIES = {
     "rotate_and_append": "gemma4_moe-4bit", "recurrent_step": "qwen3_5_moe-4bit", "choose_experts": "qwen3_moe-4bit",
     "down_and_add": "qwen3_moe-4bit", "combine_and_norm": "qwen3_moe-4bit", "norm_chain": "gemma4_moe-4bit",
     "add_to_stream": "qwen3_moe-4bit", "norm_first": "qwen3_moe-4bit",
-    "rotate_and_append_latent": "deepseek_v3-4bit",
+    "rotate_and_append_latent": "deepseek_v3-4bit", "rotate_and_attend": "gemma4_moe-4bit",
 }  # fmt: skip
-BUILDS_ON = {"norm_first": ("add_to_stream",)}
+BUILDS_ON = {"norm_first": ("add_to_stream",), "rotate_and_attend": ("rotate_and_append",)}
 MODULES = (attention, cache_ops, experts, quant, recurrent, routing, rowwise)
 
 
@@ -218,9 +218,11 @@ def test_each_fusion_can_be_had_alone_and_left_out(name):
     assert not kinds & made_of(fuse(trace(name), without=[name])), "another fusion does it"
 
 
-def test_some_fusions_are_for_several_rows():
+def test_some_fusions_are_for_several_rows_and_some_for_one():
     assert "down_and_add" not in names(fuse(trace("down_and_add"), rows=1))
     assert "down_and_add" in names(fuse(trace("down_and_add"), rows=2))
+    assert "rotate_and_attend" in names(fuse(trace("rotate_and_attend"), rows=1))
+    assert "rotate_and_attend" not in names(fuse(trace("rotate_and_attend"), rows=2))
 
 
 @pytest.mark.parametrize("name", APPLIES)

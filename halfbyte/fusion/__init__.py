@@ -17,7 +17,7 @@ from .experts import combine_and_norm, down_and_add, shared_expert
 from .norms import norm_chain
 from .projections import add_to_stream, norm_first, side_by_side
 from .recurrence import recurrent_step
-from .rotation import rotate_and_append, rotate_and_append_latent
+from .rotation import rotate_and_append, rotate_and_append_latent, rotate_and_attend
 from .routing import choose_experts
 
 FUSIONS: dict[str, Callable[[list[Call]], list[Call]]] = {
@@ -25,6 +25,7 @@ FUSIONS: dict[str, Callable[[list[Call]], list[Call]]] = {
     "dense_mlp": dense_mlp,
     "side_by_side": side_by_side,
     "rotate_and_append": rotate_and_append,
+    "rotate_and_attend": rotate_and_attend,
     "rotate_and_append_latent": rotate_and_append_latent,
     "recurrent_step": recurrent_step,
     "choose_experts": choose_experts,
@@ -38,6 +39,9 @@ FUSIONS: dict[str, Callable[[list[Call]], list[Call]]] = {
 SEVERAL_ROWS = frozenset({"choose_experts", "down_and_add", "add_to_stream", "norm_first"})
 """For one row these take a step no time and give it none: the small launches that they spare run while the next large
 one becomes resident and asks for its weights (docs/performance.md)."""
+
+ONE_ROW = frozenset({"rotate_and_attend"})
+"""With several rows every processor has work enough, and what each program does again costs more than a launch."""
 
 
 def left_out(names: Iterable[str]) -> frozenset[str]:
@@ -60,7 +64,8 @@ def fuse(calls: Sequence[Call], without: Iterable[str] | None = None, rows: int 
     if is_deterministic():
         return list(calls)
     made, out = list(calls), WITHOUT if without is None else left_out(without)
-    out |= SEVERAL_ROWS if rows == 1 else frozenset()
+    if rows is not None:
+        out |= SEVERAL_ROWS if rows == 1 else ONE_ROW
     for name, rewrite in FUSIONS.items():
         if name not in out:
             made = rewrite(made)

@@ -27,18 +27,20 @@ LONG = 512  # positions that a split of attend_rows_kernel is worth: 512 tokens 
 
 
 def split_sizes(rows, wide, narrow, device):
-    """(BLOCK_M, BLOCK_N, warps, stages) for few rows; `wide` is the larger head size, `narrow` if 16-bit."""
+    """(BLOCK_M, BLOCK_N, warps, stages, programs on a processor) for few rows; `wide` is the larger head size, `narrow`
+    if 16-bit."""
     block_m = max(16, triton.next_power_of_2(rows))
     if not narrow:
-        return 16, 16, 4, 1
+        return 16, 16, 4, 1, 1
     if wide > 256:
         if device.shared > 200000 and block_m == 16:
-            return 16, 32, 8, 3  # 32k, one kv head of 512: 26.8 us
-        return block_m, 16, 4 if block_m == 16 else 8, 2
+            return 16, 32, 8, 3, 1  # 32k, one kv head of 512: 26.8 us
+        return block_m, 16, 4 if block_m == 16 else 8, 2, 1
     if device.shared < 110000:
-        return block_m, 32, 4, 2
-    # 32k: 21.7 us; slower by 1.3 us with eight warps, by 2.3 with two programs a processor.
-    return (16, 64, 4, 3) if block_m == 16 else (block_m, 64, 8, 2)
+        return block_m, 32, 4, 2, 1
+    # 32k: 21.7 us; slower by 1.3 us with eight warps, by 2.3 with two programs a processor. Heads of 128 leave room for
+    # two: a step of Qwen3-30B at 32k 2482 to 2304 us.
+    return (16, 64, 4, 3, 2 if wide <= 128 else 1) if block_m == 16 else (block_m, 64, 8, 2, 1)
 
 
 def row_sizes(rows, wide, narrow, device):
@@ -50,6 +52,14 @@ def row_sizes(rows, wide, narrow, device):
     if wide > 256:
         return 64, 32, 8, 2
     return 128, 64, 8, 2  # 8192 tokens: 490 to 540 TFLOP/s; (128, 32, 8, 3) 455, (64, 32, 4, 2) 331, (64, 64, 4, 2) 288
+
+
+def chunks_of(seen, B, G):
+    """How many chunks a request has at most, if it has so many positions, and the most that any may have."""
+    most = MOST if G > 1 else 2 * MOST
+    if steady(B):
+        return most, most  # the cache grows with the longest request
+    return min(most, max(min(SHORT, triton.cdiv(seen, CHUNK)), triton.cdiv(seen, 2 * CHUNK))), most
 
 
 def attention(
@@ -72,12 +82,11 @@ def attention(
     narrow = q.dtype.itemsize == 2 and q.dtype == k.dtype == v.dtype
     block_d, block_dv = (max(16, triton.next_power_of_2(size)) for size in (D, DV))
     few = rows <= FEW
-    block_m, block_n, warps, stages = (split_sizes if few else row_sizes)(rows, max(block_d, block_dv), narrow, device)
+    asked = rows, max(block_d, block_dv), narrow, device
+    block_m, block_n, warps, stages, each = split_sizes(*asked) if few else (*row_sizes(*asked), 1)
     tiles = triton.cdiv(rows, block_m)
-    most = MOST if G > 1 else 2 * MOST
     if few:
-        splits = min(most, max(min(SHORT, triton.cdiv(seen, CHUNK)), triton.cdiv(seen, 2 * CHUNK)))
-        splits = most if steady(B) else splits  # the cache grows with the longest request
+        splits, most = chunks_of(seen, B, G)
     else:
         splits = max(1, min(device.processors // (G * tiles), seen // LONG))
     means = logs = None
@@ -90,7 +99,7 @@ def attention(
         "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
     if few:
-        workers = min(splits, max(1, device.processors // (B * G * tiles)))
+        workers = min(splits, max(1, each * device.processors // (B * G * tiles)))
         attend_splits_kernel[(workers, tiles, B * G)](
             q, k, v, lengths, slots, means, logs, L, G, S, scale, inner, window, splits,
             q.stride(), k.stride(), v.stride(), CHUNK=CHUNK, SHORT=SHORT, MOST=most,
