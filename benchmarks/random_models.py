@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from real_models import REAL  # noqa: E402
 
 from halfbyte import config as configs  # noqa: E402
-from halfbyte.memory import allocate  # noqa: E402
+from halfbyte.memory import allocate, shown_as  # noqa: E402
 from halfbyte.models import MODELS  # noqa: E402
 from halfbyte.ops.experts import Experts  # noqa: E402
 from halfbyte.ops.quant import Packed  # noqa: E402
@@ -28,7 +28,8 @@ def packed_memory(lead, K, bits, group, device):
     rows = math.prod(lead)
     sizes = [rows * K * bits // 8] + [rows * (K // group) * 2] * 2
     words, *others = allocate(sum(sizes), torch.device(device)).split(sizes)
-    return words.view(torch.int32).view(*lead, -1), *(one.view(torch.bfloat16).view(*lead, -1) for one in others)
+    scales, biases = (shown_as(one, torch.bfloat16, (*lead, K // group)) for one in others)
+    return shown_as(words, torch.int32, (*lead, K * bits // 32)), scales, biases
 
 
 class RandomWeights:

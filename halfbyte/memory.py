@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -96,6 +97,13 @@ def allocate(count: int, device: torch.device) -> Tensor:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise NotEnoughMemory(f"{device} has no {size(count)} left for a tensor. Use another device.") from error
+
+
+def shown_as(memory: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Bytes as a tensor that is no view to torch: one that is given other memory holds on to what it was made of, and a
+    weight would then be there twice (fusion/together.py)."""
+    at = memory.storage_offset() // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), at, tuple(shape))
 
 
 def _system() -> int:

@@ -111,4 +111,6 @@ def fused(calls: Sequence[Call], model: Decoder, rows: int) -> list[Call]:
     new = fuse(calls, rows=rows)
     if any(t.data_ptr() != address for t, address in zip(weights, before, strict=True)):
         _moves[model] = moves(model) + 1
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()  # where they lay before is too small for what they lie in now
     return new

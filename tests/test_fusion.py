@@ -247,6 +247,25 @@ def test_what_somebody_reads_is_not_fused_away(name):
         assert memory(tensor) in there, calls[place].name
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_that_were_moved_leave_no_memory_behind(name):
+    step = recorded_step(name, "float16", [9])
+    made = {address for one in step.calls for address in one.writes}
+    weights = [t for one in step.calls for t in tensors(one.args) if memory(t) not in made]
+    before = [t.untyped_storage() for t in weights]
+    fuse(in_language("triton", step.calls))
+    moved = [old for t, old in zip(weights, before, strict=True) if memory(t) != old.data_ptr()]
+    assert moved
+    addresses = [old.data_ptr() for old in moved]
+    del before, weights
+    left = {address for address, old in zip(addresses, moved, strict=True) if users(old) > addresses.count(address)}
+    assert not left, f"{len(left)} of {len(moved)} are still held"
+
+
+def users(storage):
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
 def results(calls):
     return [one.result for one in calls]
 

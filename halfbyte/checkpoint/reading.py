@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, StorageError, shown
 from ..files import AGAIN
-from ..memory import allocate
+from ..memory import allocate, shown_as
 from .descriptors import Descriptors
 from .shards import State
 from .spans import Span
@@ -60,7 +60,7 @@ def read(
     tensors, targets = {}, []
     for span in spans:
         memory, at = allocate(span.size, device), 0
-        tensors[span.name] = memory.view(span.dtype).view(span.shape)
+        tensors[span.name] = shown_as(memory, span.dtype, span.shape)
         for stored, start, size in span.pieces:
             targets.append(Target(stored.path, stored.name, start, memory[at : at + size]))
             at += size
