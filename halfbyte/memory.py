@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import sys
@@ -102,8 +103,8 @@ def allocate(count: int, device: torch.device) -> Tensor:
 def shown_as(memory: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """Bytes as a tensor that is no view to torch: one that is given other memory holds on to what it was made of, and a
     weight would then be there twice (fusion/together.py)."""
-    at = memory.storage_offset() // dtype.itemsize
-    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), at, tuple(shape))
+    at, steps = memory.storage_offset() // dtype.itemsize, [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), at, shape, steps)
 
 
 def _system() -> int:
