@@ -1,6 +1,6 @@
 """How the CPU kernels grow with threads: a table, and the same as JSON.
 
-    python benchmarks/scaling.py                     1, 2, 4, ... threads up to the cores, in under three minutes
+    python benchmarks/scaling.py                     1, 2, 4, ... threads up to the cores, 40 s each
     python benchmarks/scaling.py --threads 1 16
 
 Each number of threads has a process of its own, in which turns of a kernel and of a verified read of the same bytes by
