@@ -88,11 +88,20 @@ def prefetch4(array, at, i):
 
 
 @inlined
-def dot_part(q, at, width, array, places, D, sums, streams):
+def ahead_of(array, rows, n, count):
+    """How far from what is read of head n of `count` that is which will be read AHEAD later: beyond the last of them
+    it is in the next row."""
+    _, step, head_step = rows
+    ahead = AHEAD // array.itemsize
+    return ahead if (n * head_step + ahead) < count * head_step else ahead + step - count * head_step
+
+
+@inlined
+def dot_part(q, at, width, array, places, D, sums, ahead):
     """Add four queries . four rows to the sixteen sums."""
     for i in range(0, D, 16):
-        if streams:
-            prefetch4(array, places, i + AHEAD // array.itemsize)
+        if ahead:
+            prefetch4(array, places, i + ahead)
         sums = queries_times4(q, at + i, width, load4(array, places, i), sums)
     return sums
 
@@ -112,7 +121,7 @@ def tanh(u):
 
 
 @inner
-def block_scores(q, first, end, arrays, rows, head, sizes, options, begin, stop, last, row, S, streams, scores):
+def block_scores(q, first, end, arrays, rows, head, sizes, options, begin, stop, last, row, S, ahead, scores):
     """Scores of the queries first .. end (whole fours) with the vectors of positions that begin .. stop start."""
     D, P, _ = sizes
     scale, _, _, softcap = options
@@ -122,10 +131,10 @@ def block_scores(q, first, end, arrays, rows, head, sizes, options, begin, stop,
             z = lanes.zeros()
             sums = ((z, z, z, z), (z, z, z, z), (z, z, z, z), (z, z, z, z))
             places = places4(rows[0], head, j, last, row, S)
-            sums = dot_part(q, query * width, width, arrays[0], places, D, sums, streams)
+            sums = dot_part(q, query * width, width, arrays[0], places, D, sums, ahead)
             if P:
                 places = places4(rows[1], head, j, last, row, S)
-                sums = dot_part(q, query * width + D, width, arrays[1], places, P, sums, streams)
+                sums = dot_part(q, query * width + D, width, arrays[1], places, P, sums, ahead)
             a, b, c, d = sums
             s = lanes.totals(a + b + c + d) * lanes.splat(scale)
             if softcap > 0:
@@ -143,9 +152,10 @@ def tile_scores(q, counts, heads, spans, arrays, rows, sizes, options, row, S, s
             for n in range(len(heads)):
                 first, last = spans[n, 0], spans[n, 1] - 1
                 stop = min(j + step, last + 1) if chunk >= first - first % CHUNK else j
+                ahead = ahead_of(arrays[0], rows[0], n, len(heads)) if streams else 0
                 block_scores(
                     q, n * room, n * room + counts[n], arrays, rows, heads[n], sizes, options, j, stop, last, row, S,
-                    streams, scores,
+                    ahead, scores,
                 )  # fmt: skip
 
 
@@ -207,7 +217,7 @@ def from_low(low, j):
 
 
 @inlined
-def values_for_four(scores, base, v, rows, head, row, S, begin, end, low, high, streams, o, at, Dv):
+def values_for_four(scores, base, v, rows, head, row, S, begin, end, low, high, ahead, o, at, Dv):
     """o += weight . value of four queries over the positions low .. high of a tile, by 64 columns: the positions that
     are whole steps from `begin`, then those from begin + 1, up to `end`."""
     v_base, v_step, v_head = rows
@@ -218,8 +228,8 @@ def values_for_four(scores, base, v, rows, head, row, S, begin, end, low, high, 
             for position in range(from_low(low, j), high, VALUES):
                 i = v_base + head * v_head + place_of(position, row, S) * v_step + d
                 x = load4(v, (i, i + 16, i + 32, i + 48), 0)
-                if streams:
-                    prefetch4(v, (i, i + 16, i + 32, i + 48), AHEAD // v.itemsize)
+                if ahead:
+                    prefetch4(v, (i, i + 16, i + 32, i + 48), ahead)
                 w = weights_of(scores, base + score_at(position))
                 a, b, c, e = sums
                 sums = times4(w[0], x, a), times4(w[1], x, b), times4(w[2], x, c), times4(w[3], x, e)
@@ -239,7 +249,7 @@ def values_for_one(scores, base, v, rows, head, row, S, j, low, high, o, at, col
 
 
 @inner
-def block_values(scores, query, lows, highs, begin, end, v, rows, head, row, S, streams, o, at, Dv):
+def block_values(scores, query, lows, highs, begin, end, v, rows, head, row, S, ahead, o, at, Dv):
     """o [4, Dv] at `at` += weights . values of four queries, for some j; each query's over the positions it sees."""
     base, low, high, least, most = query * TILE, lows[query], highs[query], lows[query], highs[query]
     for r in range(1, 4):
@@ -252,7 +262,7 @@ def block_values(scores, query, lows, highs, begin, end, v, rows, head, row, S, 
             for r in range(4):  # before what all four see
                 near, far, to = lows[query + r], min(low, highs[query + r]), at + r * Dv
                 values_for_one(scores, base + 4 * r, v, rows, head, row, S, j, near, far, o, to, np.intp(0), Dv)
-        values_for_four(scores, base, v, rows, head, row, S, j, j + step, low, high, streams, o, at, Dv)
+        values_for_four(scores, base, v, rows, head, row, S, j, j + step, low, high, ahead, o, at, Dv)
         if not same:
             for r in range(4):  # the last columns, and after what all four see
                 near, far, to = max(high, lows[query + r]), highs[query + r], at + r * Dv
@@ -268,9 +278,10 @@ def tile_values(scores, counts, heads, lows, highs, arrays, rows, row, S, stream
         lanes.store(o, d, lanes.zeros())
     for j in range(0, VALUES, step):
         for n in range(len(heads)):
+            ahead = ahead_of(arrays[2], rows[2], n, len(heads)) if streams else 0
             for query in range(n * room, n * room + counts[n], 4):
                 block_values(
-                    scores, query, lows, highs, j, j + step, arrays[2], rows[2], heads[n], row, S, streams,
+                    scores, query, lows, highs, j, j + step, arrays[2], rows[2], heads[n], row, S, ahead,
                     o, (at + query) * Dv, Dv,
                 )  # fmt: skip
 
