@@ -109,7 +109,7 @@ class Halfbyte:
 
     def model(self, kind):
         import torch
-        from random_models import RandomWeights, fill
+        from random_models import RandomWeights, fill, lay_together
 
         from halfbyte import config
         from halfbyte.engine import Engine, Request
@@ -119,6 +119,7 @@ class Halfbyte:
         torch.manual_seed(0)
         made = MODELS["qwen3_moe"](config.from_dict(values, Path("random"), set(MODELS)), RandomWeights("cpu"))
         made.dtype = torch.float32
+        lay_together(made)
         if kind == "prefill":
             cache = made.new_cache(1, 600, chunk=512)
 

@@ -13,6 +13,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from real_models import REAL  # noqa: E402
 
 from halfbyte import config as configs  # noqa: E402
+from halfbyte.decoding import DecodeStep  # noqa: E402
+from halfbyte.fusion import FUSIONS, fuse  # noqa: E402
 from halfbyte.memory import allocate, shown_as  # noqa: E402
 from halfbyte.models import MODELS  # noqa: E402
 from halfbyte.ops.experts import Experts  # noqa: E402
@@ -117,6 +119,14 @@ def build(name, device, dtype=torch.bfloat16, layers=None):
         for counts in given.values():
             counts["head"] += counts.pop("tables")
     return model, given
+
+
+def lay_together(model):
+    """As a loader lays weights (checkpoint/neighbours.py); random ones come one by one."""
+    step = DecodeStep(model, model.new_cache(1, 16), 1)
+    step.bind([0], [1])
+    step.launch()
+    fuse(step.calls, without=FUSIONS.keys() - {"side_by_side"})
 
 
 def fill(cache, length):

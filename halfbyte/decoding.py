@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .cache import Cache
+from .fusion import fuse_in_place
 from .fusion.reuse import share_memory
 from .graph import Call, addresses, record, run_all
 from .models.decoder import Decoder
@@ -48,8 +49,10 @@ class Tape:
     what fusions launch is compiled, and captures it. From then on it is replayed.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, B: int, filtered: bool, fuses: bool) -> None:
-        self.fuses = fuses
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, B: int, filtered: bool, fuses: bool, in_place: bool = False
+    ) -> None:
+        self.fuses, self.in_place = fuses, in_place
 
         def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -86,6 +89,7 @@ class Tape:
             self._captured = True
         else:
             if not self._captured and model.device.type == "cpu":
+                self.calls = fuse_in_place(self.calls) if self.in_place else self.calls
                 share_memory(self.calls, addresses(self.logits))
             self._captured = True
             self.replay.run(self.calls, model, shelf(model, cache).pool)
@@ -112,8 +116,9 @@ def rehearse(model: Decoder, cache: Cache, B: int) -> None:
 class DecodeStep:
     """One token of up to B requests, by a tape that all who decode so many on this cache share.
 
-    Tokens are drawn at a temperature each (0 is greedy) and, where `filtered`, by top-k, top-p and min-p. Fusing moves
-    weights: the steps of one model are all fused, or none is.
+    Tokens are drawn at a temperature each (0 is greedy) and, where `filtered`, by top-k, top-p and min-p. Fusing may
+    move weights: the steps of one model are all fused, or none is. If nobody says, they are on a GPU, and in place on a
+    CPU.
     """
 
     def __init__(
@@ -121,9 +126,10 @@ class DecodeStep:
     ) -> None:
         self.model, self.cache, self.B = model, cache, B
         fuses = model.device.type == "cuda" if fused is None else bool(fused)
+        in_place = fused is None and B == 1
         self.tape = shelf(model, cache).get(
-            ("decode", B, filtered, fuses, cpu_activations(), is_deterministic()),
-            lambda: Tape(model.device, cache.dtype, B, filtered, fuses),
+            ("decode", B, filtered, fuses, in_place, cpu_activations(), is_deterministic()),
+            lambda: Tape(model.device, cache.dtype, B, filtered, fuses, in_place),
         )
         self.rows: list[int] = []
         self._binding: object = None

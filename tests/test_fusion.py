@@ -247,17 +247,31 @@ def test_what_somebody_reads_is_not_fused_away(name):
         assert memory(tensor) in there, calls[place].name
 
 
+def weights_of(calls):
+    made = {address for one in calls for address in one.writes}
+    return [t for one in calls for t in tensors(one.args) if memory(t) not in made]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-def test_weights_that_were_moved_leave_no_memory_behind(name):
-    step = recorded_step(name, "float16", [9])
-    made = {address for one in step.calls for address in one.writes}
-    weights = [t for one in step.calls for t in tensors(one.args) if memory(t) not in made]
+def test_weights_are_loaded_to_where_fusions_want_them(name):
+    calls = in_language("triton", recorded_step(name, "float16", [9]).calls)
+    before = [(t, t.data_ptr()) for t in weights_of(calls)]
+    assert len(fuse(calls)) < len(calls)
+    assert all(t.data_ptr() == address for t, address in before)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_that_are_moved_leave_no_memory_behind(name):
+    calls = in_language("triton", recorded_step(name, "float16", [9]).calls)
+    weights = weights_of(calls)
+    for t in {id(t): t for t in weights}.values():
+        t.data = t.clone()  # apart from each other
     before = [t.untyped_storage() for t in weights]
-    fuse(in_language("triton", step.calls))
+    fuse(calls)
     moved = [old for t, old in zip(weights, before, strict=True) if memory(t) != old.data_ptr()]
     assert moved
     addresses = [old.data_ptr() for old in moved]
-    del before, weights
+    del before
     left = {address for address, old in zip(addresses, moved, strict=True) if users(old) > addresses.count(address)}
     assert not left, f"{len(left)} of {len(moved)} are still held"
 

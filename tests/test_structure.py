@@ -77,7 +77,7 @@ BELOW = {
     "chat": {"errors", "files", "limits", "strict_json", "text"},
     "sampling": {"errors", "limits", "ops", "step"},
     "graph": {"check", "ops"},
-    "fusion": {"check", "errors", "fusion", "graph", "ops"},
+    "fusion": {"check", "errors", "fusion", "graph", "memory", "ops"},
     "replaying": {"cache", "check", "fusion", "graph", "models"},
     "decoding": {"cache", "fusion", "graph", "models", "ops", "replaying", "sampling", "step"},
     "prefilling": {"cache", "graph", "models", "ops", "replaying", "step"},

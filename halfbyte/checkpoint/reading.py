@@ -22,6 +22,7 @@ from ..errors import CheckpointError, StorageError, shown
 from ..files import AGAIN
 from ..memory import allocate, shown_as
 from .descriptors import Descriptors
+from .neighbours import neighbours
 from .shards import State
 from .spans import Span
 
@@ -58,12 +59,13 @@ def read(
 ) -> dict[str, Tensor]:
     """The tensors of `spans` on a device, by name. `files` are the states in which the files were validated."""
     tensors, targets = {}, []
-    for span in spans:
-        memory, at = allocate(span.size, device), 0
-        tensors[span.name] = shown_as(memory, span.dtype, span.shape)
-        for stored, start, size in span.pieces:
-            targets.append(Target(stored.path, stored.name, start, memory[at : at + size]))
-            at += size
+    for group in neighbours(spans):
+        memory, at = allocate(sum(span.size for span in group), device), 0
+        for span in group:
+            tensors[span.name] = shown_as(memory[at:], span.dtype, span.shape)
+            for stored, start, size in span.pieces:
+                targets.append(Target(stored.path, stored.name, start, memory[at : at + size]))
+                at += size
     fill(files, targets, direct if device.type == "cpu" else partial(staged, device), progress)
     return tensors
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import UsageError
 from ..graph import Call
-from ..ops.dispatch import is_deterministic
+from ..ops.dispatch import find, is_deterministic
 from .dense import dense_mlp
 from .experts import combine_and_norm, down_and_add, shared_expert
 from .norms import norm_chain
@@ -19,6 +19,7 @@ from .projections import add_to_stream, norm_first, side_by_side
 from .recurrence import recurrent_step
 from .rotation import rotate_and_append, rotate_and_append_latent, rotate_and_attend
 from .routing import choose_experts
+from .together import lie_together
 
 FUSIONS: dict[str, Callable[[list[Call]], list[Call]]] = {
     "shared_expert": shared_expert,
@@ -70,3 +71,14 @@ def fuse(calls: Sequence[Call], without: Iterable[str] | None = None, rows: int 
         if name not in out:
             made = rewrite(made)
     return made
+
+
+def fuse_in_place(calls: Sequence[Call]) -> list[Call]:
+    """What changes no bit and moves no weight, which on a CPU another thread may be reading: projections side by side.
+
+    For steps of one row: the parts of several would no longer lie one behind the other.
+    """
+    same_bits = find("numba", "products", "same_bits_together")
+    if same_bits is None or is_deterministic() or "side_by_side" in WITHOUT:
+        return list(calls)
+    return side_by_side(list(calls), lambda weights: lie_together(weights) and same_bits(weights))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,12 +11,18 @@ from torch import Tensor
 
 from ..graph import Book, Call, addresses, call
 from ..ops.dispatch import find
+from ..ops.formats import Packed
 from .matching import language, options
 from .together import Views, form, joinable, laid_together
 
 
-def side_by_side(calls: list[Call]) -> list[Call]:
-    """Projections of one input by weights of one format become one, of which each result is a part."""
+def anything(weights: Sequence[Packed]) -> bool:
+    return True
+
+
+def side_by_side(calls: list[Call], may: Callable[[Sequence[Packed]], bool] = anything) -> list[Call]:
+    """Projections of one input by weights of one format, which `may` be joined, become one, of which each result is a
+    part."""
     groups: dict[tuple[object, ...], list[Call]] = {}
     for one in calls:
         if one.name == "qmm" and joinable(one.args[1]) and len(one.args[1].shape) == 2:
@@ -30,6 +36,8 @@ def side_by_side(calls: list[Call]) -> list[Call]:
     for group in groups.values():
         x, between = group[0].args[0], calls[place[group[0]] : place[group[-1]]]
         if len(group) == 1 or any(addresses(x) & one.writes for one in between):
+            continue
+        if not may([one.args[1] for one in group]):
             continue
         widths = [one.result.shape[1] for one in group]
         y = torch.empty((x.shape[0], sum(widths)), dtype=x.dtype, device=x.device)

@@ -40,9 +40,10 @@ def lifetimes(calls: Sequence[Call], kept: frozenset[int]) -> dict[int, tuple[in
     """Where memory begins -> the first and the last call that touch it: memory that the first one fills."""
     spans: dict[int, tuple[int, int]] = {}
     before: set[int] = set()  # memory that something was in when the step began
-    for index, one in enumerate(calls):
-        made = addresses(one.result) - (one.reads - addresses(one.kwargs.get("out")))
-        touched = one.reads | one.writes
+    for index, one in enumerate(calls):  # as their tensors lie now: a fusion may have moved results
+        given = addresses((one.args, one.kwargs))
+        made = addresses(one.result) - (given - addresses(one.kwargs.get("out")))
+        touched = given | addresses(one.result)
         before |= touched - spans.keys() - made
         for at in touched - before:
             spans[at] = (spans[at][0] if at in spans else index, index)

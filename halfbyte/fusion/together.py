@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
-import torch
 from torch import Tensor
 
 from ..check import tensors
 from ..graph import Call
+from ..memory import allocate, shown_as
 from ..ops.formats import Packed
 
 
@@ -80,17 +80,29 @@ def laid_together(weights: Sequence[Packed], shape: tuple[int, ...]) -> Packed:
     return Packed(words, scales, biases, first.bits, first.group, first.mode)
 
 
+def lie_together(weights: Sequence[Packed]) -> bool:
+    """Whether they need not be moved for that, as a loader lays them (checkpoint/neighbours.py)."""
+    parts = zip(*((w.words, w.scales, w.biases) for w in weights), strict=True)
+    return all(None in part or follow_each_other(part) for part in parts)
+
+
+def follow_each_other(parts: Sequence[Tensor]) -> bool:
+    """Whether each begins where the one before it ends."""
+    memory, at = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != at or not part.is_contiguous():
+            return False
+        at += part.numel()
+    return True
+
+
 def rows_together(parts: Sequence[Tensor], columns: int) -> Tensor:
     """[rows, columns]: the rows of all parts. Where they lie one behind the other already, nothing is copied."""
     rows = [part.numel() // columns for part in parts]
-    starts = [sum(rows[:i]) * columns for i in range(len(parts))]
-    memory, first = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
-    if all(
-        part.untyped_storage().data_ptr() == memory and part.storage_offset() == first + start and part.is_contiguous()
-        for part, start in zip(parts, starts, strict=True)
-    ):
+    if follow_each_other(parts):
         return parts[0].as_strided((sum(rows), columns), (columns, 1))
-    whole = torch.empty((sum(rows), columns), dtype=parts[0].dtype, device=parts[0].device)
+    first = parts[0]
+    whole = shown_as(allocate(sum(part.nbytes for part in parts), first.device), first.dtype, (sum(rows), columns))
     for part, piece in zip(parts, whole.split(rows), strict=True):
         piece.copy_(part.reshape(piece.shape))
         part.data = piece.view(part.shape)

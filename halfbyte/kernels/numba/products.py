@@ -274,6 +274,12 @@ def run_products(form, grouping, planes, group, K, N, addresses, first, x_rows, 
         )
 
 
+def same_bits_together(weights):
+    """Whether a product by matrices as one has the bits of a product by each: whether all of them go the same way."""
+    sizes = [w.shape[-2] * w.shape[-1] for w in weights]
+    return min(sizes) > EXACT or sum(sizes) <= EXACT
+
+
 def multiply(activations, addresses, first, x_rows, y_rows, y, N):
     """Run jobs. addresses: of words, scales, biases, int64 [J] each; y: flat float32, rows of N."""
     form, K, sums = activations.form, activations.K, activations.sums
