@@ -215,8 +215,8 @@ def test_a_shared_expert_is_chosen_and_projections_of_one_input_are_one():
     ("name", "layer", "calls"),
     [
         ("qwen3_5_moe-4bit", 0, ["qmm", "convolve_and_norm", "delta_and_norm", "qmm"]),
-        ("qwen3_5_moe-4bit", -1, ["qmm", "rotate_and_attend", "glu", "qmm"]),
-        ("gemma4_moe-4bit", 0, ["qmm", "rotate_and_attend", "qmm"]),  # a ring, and values normed
+        ("qwen3_5_moe-4bit", -1, ["qmm", "rotate_and_append", "attention", "glu", "qmm"]),
+        ("gemma4_moe-4bit", 0, ["qmm", "rotate_and_append", "attention", "qmm"]),  # a ring, and values normed
     ],
 )
 def test_mixers_are_fused_in_triton(name, layer, calls):
@@ -260,7 +260,7 @@ def test_rows_are_there_for_every_layer_that_reads_them():
             tensor.fill_(torch.nan)
         run_all(fused)
     names = [one.name for one in fused]
-    assert names == ["qmm", "rotate_and_attend", "qmm", "rms_norm", "rope", "attention", "qmm"]
+    assert names == ["qmm", "rotate_and_append", "attention", "qmm", "rms_norm", "rope", "attention", "qmm"]
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -16,11 +16,7 @@ from .matching import language, options
 from .together import Views, form, joinable, laid_together
 
 
-def anything(weights: Sequence[Packed]) -> bool:
-    return True
-
-
-def side_by_side(calls: list[Call], may: Callable[[Sequence[Packed]], bool] = anything) -> list[Call]:
+def side_by_side(calls: list[Call], may: Callable[[Sequence[Packed]], bool] | None = None) -> list[Call]:
     """Projections of one input by weights of one format, which `may` be joined, become one, of which each result is a
     part."""
     groups: dict[tuple[object, ...], list[Call]] = {}
@@ -37,7 +33,7 @@ def side_by_side(calls: list[Call], may: Callable[[Sequence[Packed]], bool] = an
         x, between = group[0].args[0], calls[place[group[0]] : place[group[-1]]]
         if len(group) == 1 or any(addresses(x) & one.writes for one in between):
             continue
-        if not may([one.args[1] for one in group]):
+        if may is not None and not may([one.args[1] for one in group]):
             continue
         widths = [one.result.shape[1] for one in group]
         y = torch.empty((x.shape[0], sum(widths)), dtype=x.dtype, device=x.device)
