@@ -117,7 +117,8 @@ class Halfbyte:
 
         values = {**mlx_arguments(), "model_type": "qwen3_moe", "max_position_embeddings": 4096}
         torch.manual_seed(0)
-        made = MODELS["qwen3_moe"](config.from_dict(values, Path("random"), set(MODELS)), RandomWeights("cpu"))
+        self.weights = RandomWeights("cpu")
+        made = MODELS["qwen3_moe"](config.from_dict(values, Path("random"), set(MODELS)), self.weights)
         made.dtype = torch.float32
         lay_together(made)
         if kind == "prefill":

@@ -2,6 +2,8 @@
 
 python benchmarks/starting.py MODEL    weights are random and made on the GPU, so only what follows them counts
 python benchmarks/starting.py tiny     the embedded model on a CPU; kernels are those that the cache has
+python benchmarks/starting.py FOLDER   memory instead: of a checkpoint on a CPU, after each part of a start and a reply
+python benchmarks/starting.py memory   of the model that benchmarks/cpu.py has
 """
 
 import json
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 BEGUN = time.perf_counter()
 import torch  # noqa: E402
@@ -85,6 +88,55 @@ def on_cpu():
     return {"compiled": compiled, **seconds}
 
 
+def memory_on_cpu(folder):
+    """Resident MB of the process, and how many of those at the highest are neither weights nor caches nor imports."""
+    from halfbyte import memory
+    from halfbyte.loading import load_model
+
+    cpu = torch.device("cpu")
+    held = {"imports": memory.held(cpu)}
+    model = load_model(folder)
+    held["weights"] = memory.held(cpu)
+    compile_kernels(model)
+    held["kernels"] = memory.held(cpu)
+    memory.forget_peak(cpu)
+    cache = model.new_cache(1, 512 + 64)
+    engine, request = Engine(model, cache), Request(list(range(512)), 32)
+    engine.submit(request)
+    while engine.busy:
+        engine.step()
+    held["a prompt of 512 and 32 tokens, at the highest"] = highest = memory.peak(cpu)
+    size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    held |= {"the files": size, "the cache": cache.nbytes, "beside": highest - size - cache.nbytes - held["imports"]}
+    return {name: round(count / 1e6) for name, count in held.items()}
+
+
+def memory_of_competitor():
+    """The same of the model that benchmarks/cpu.py times: 30 tokens, and a prompt of 512."""
+    from cpu_competitors import Halfbyte
+
+    from halfbyte import memory
+
+    cpu, found = torch.device("cpu"), Halfbyte(os.cpu_count())
+    rows = {"imports": memory.held(cpu)}
+    for kind, times in (("decode", 30), ("prefill", 2)):
+        (run,) = found.model(kind)
+        memory.forget_peak(cpu)
+        for _ in range(times):
+            run()
+        engine = getattr(run, "__self__", None)
+        cache = engine.cache.nbytes if engine is not None else 0  # a prompt's is small
+        weights = sum(found.weights.given["bytes"].values())
+        rows |= {f"weights, {kind}": weights, f"cache, {kind}": cache}
+        rows[f"beside, {kind}"] = memory.peak(cpu) - weights - cache - rows["imports"]
+        del run, engine
+    return {name: round(count / 1e6) for name, count in rows.items()}
+
+
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
-    print(json.dumps(on_cpu() if sys.argv[1] == "tiny" else once(sys.argv[1])))
+    asked = sys.argv[1]
+    if asked in ("tiny", "memory"):
+        print(json.dumps(on_cpu() if asked == "tiny" else memory_of_competitor()))
+    else:
+        print(json.dumps(memory_on_cpu(asked) if Path(asked).is_dir() else once(asked)))
