@@ -160,8 +160,6 @@ SPECIAL: dict[str, Callable[..., Cost]] = {
     "embed": _rows,
     "expert_qmm": _stacks(lambda args: [args[2]]),
     "expert_mlp": _stacks(lambda args: [args[2].gate, args[2].up, args[2].down]),
-    "gate_and_up": _stacks(lambda args: [args[2].gate, args[2].up]),
-    "down_and_add": _stacks(lambda args: [args[4]]),
     "assign_slots": _chosen_slots,
     "fill_slots": _copied,
     "foresee": _nothing,

@@ -28,7 +28,6 @@ from .models.decoder import Decoder
 
 STEPS = 15  # that are timed, as a whole and call by call
 ROOM = STEPS + 8  # tokens that a text grows by meanwhile
-HALVES = ("gate_and_up", "down_and_add")  # of a recorded call's work
 QUEUED = 0.1  # part of the time that our threads may wait for a CPU
 BEGUN = ("foresee", "copy_ahead", "copy_layer")  # calls that go on beside others; the last argument is their lane
 CAPTURED = 16  # calls that a graph has at least, so that its own launch hardly counts
@@ -182,8 +181,6 @@ class Costs:
             made |= written - self.kept
 
     def of(self, one: Call) -> Cost:
-        if one.name in HALVES:
-            return plain_cost(one)
         parts = set(one.parts)
         outside = {memory for memory, readers in self.readers.items() if readers - parts} | self.kept
         ordered = [paid for part, paid in self.known.items() if part in parts]

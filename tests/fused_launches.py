@@ -113,8 +113,8 @@ def packed(*shape, bits=4):
 
 
 def chosen_experts(B, H, I, E, k, shared, dense, groups):  # noqa: E741
-    """The router with the norm before it, gate and up with the same, and down with the stream."""
-    x, h, squares, ids, weights = meta(B, H), wide(B, H), wide(B, H // 16), whole(B, k + shared), wide(B, k)
+    """The router with the norm before it, and experts with the same."""
+    x, squares, ids, weights = meta(B, H), wide(B, H // 16), whole(B, k + shared), wide(B, k)
     norm = Norm(squares, 1e-6)
     router = meta(E, H) if dense else packed(E + shared, H, bits=8)
     logits, more = meta(B, router.shape[0]), {"kind": "sigmoid", "bias": wide(E)} if dense else {}
@@ -123,10 +123,16 @@ def chosen_experts(B, H, I, E, k, shared, dense, groups):  # noqa: E741
         keep_groups=groups and groups // 2, **more,
     )  # fmt: skip
     experts = Experts(packed(E + shared, I, H), packed(E + shared, I, H), packed(E + shared, H, I))
-    between = fused_experts.gate_and_up(x, ids, experts, out=meta(B, k + shared, I), norm=norm)
-    gate = logits[:, E:] if shared and not dense else None
-    kept = (meta(H), x, squares)
-    fused_experts.down_and_add(between, ids, weights, gate, experts.down, h, keep=kept, out=wide(B, H))
+    fused_projections.normed_expert_mlp(x, ids, experts, norm=norm, out=meta(B, k + shared, H))
+
+
+def routed_experts(B, H, I, E, k, shared, dense, groups):  # noqa: E741
+    """Experts of one token that choose themselves."""
+    if B == 1 and H <= fused_experts.WIDEST:
+        ids, logits, scale = whole(B, k + shared), meta(B, E + shared)[:, :E], None if shared else wide(E)
+        experts = Experts(packed(E + shared, I, H), packed(E + shared, I, H), packed(E + shared, H, I))
+        out = meta(B, k + shared, H), wide(B, k)
+        fused_experts.routed_experts(meta(B, H), logits, k, experts, ids=ids, per_expert_scale=scale, out=out)
 
 
 def fetched_experts(B, H, I, E, k, *_):  # noqa: E741
@@ -153,7 +159,7 @@ def onto_stream(B, N, inner, after):
 
 FAMILIES = ((rotate_and_append, ATTENTIONS), (rotate_and_attend, ATTENTIONS), (recurrent_step, RECURRENCES),
             (combine_and_norm, MIXTURES), (norm_chain, CHAINS), (rotate_and_append_latent, LATENTS),
-            (chosen_experts, CHOICES), (fetched_experts, CHOICES))  # fmt: skip
+            (chosen_experts, CHOICES), (routed_experts, CHOICES), (fetched_experts, CHOICES))  # fmt: skip
 LAUNCHES = {
     f"{launch.__name__}[{', '.join(map(str, (B, *shape)))}]": (launch, (B, *shape))
     for launch, shapes in FAMILIES

@@ -1,4 +1,4 @@
-"""A mixture of experts in three launches: router and choice, gate and up, down with all that follows it."""
+"""A mixture of experts in few launches: a router that chooses, or experts that choose themselves."""
 
 import pytest
 import torch
@@ -6,15 +6,15 @@ import torch
 from halfbyte.check import ratio
 from halfbyte.fusion import FUSIONS, fuse
 from halfbyte.graph import record, run_all
-from halfbyte.kernels.triton import fused_experts, fused_router
+from halfbyte.kernels.triton import fused_router
 from halfbyte.kernels.triton.stream import Norm
 from halfbyte.ops.dispatch import reference, using
 from halfbyte.ops.experts import Experts, expert_mlp
-from halfbyte.ops.quant import dequantize, qmm, quantize
+from halfbyte.ops.quant import qmm, quantize
 from halfbyte.ops.routing import combine, route
 from halfbyte.ops.rowwise import glu, rms_norm
 
-OTHERS = FUSIONS.keys() - {"shared_expert", "side_by_side", "choose_experts", "down_and_add"}
+TOGETHER = {"shared_expert", "side_by_side"}
 
 
 def weights(*shape, bits=4, group=64, mode="affine"):
@@ -48,12 +48,12 @@ class Mixture:
         return normed, total
 
 
-def fused_twice(mixture, block, B):
+def fused_twice(block, B, fusion):
     """The outcome of the fused step, which is the same twice, the names of its calls, and its error ratio."""
     x, h = torch.randn(B, 64).half(), torch.randn(B, 64)
     with using("triton"):
         got, calls = record(lambda: block(x, h))
-        fused = fuse(calls, without=OTHERS)
+        fused = fuse(calls, without=FUSIONS.keys() - {fusion, "combine_and_norm", *TOGETHER})
         outcomes = []
         for _ in range(2):
             for result in got:
@@ -76,80 +76,71 @@ def fused_twice(mixture, block, B):
     ],
     ids=["shared-gated", "none-shared", "sigmoid"],
 )  # fmt: skip
-def test_a_mixture_is_three_launches_and_a_norm(B, settings):
-    mixture = Mixture(**settings)
-    names, error = fused_twice(mixture, mixture.block, B)
-    assert names == ["choose_experts", "gate_and_up", "down_and_add", "rms_norm"]
-    assert error <= 2
-
-
-def test_a_sum_that_is_read_twice_is_not_joined_to_the_stream():
-    mixture = Mixture(shared=False)
-
-    def block(x, h):
-        added = mixture(x)
-        return *rms_norm(h, mixture.norm, 1e-6, add=added, return_sum=True), added * 2
-
-    names, error = fused_twice(mixture, block, 1)
-    assert names == ["choose_experts", "gate_and_up", "down_and_add", "rms_norm", "mul"]
-    assert error <= 2
-
-
-def test_results_that_somebody_reads_stay():
-    mixture = Mixture(shared=False)
-
-    def block(x, h):
-        ids, shares = route(qmm(x, mixture.router), mixture.k)
-        y = expert_mlp(x, ids, mixture.experts)
-        return combine(y, shares), y * 2
-
-    names, error = fused_twice(mixture, block, 1)
-    assert names == ["choose_experts", "expert_mlp", "combine", "mul"]
-    assert error <= 2
-
-
-def test_a_gate_of_another_format_is_there_before_it_is_read_early():
-    """down_and_add reads gates before it waits for gate_and_up: their projection must not come between the two."""
-    mixture = Mixture()
-    mixture.gate = weights(1, 64, bits=4)
-    names, error = fused_twice(mixture, mixture.block, 1)
-    assert names == ["choose_experts", "qmm", "gate_and_up", "down_and_add", "rms_norm"]
+def test_a_router_chooses(B, settings):
+    names, error = fused_twice(Mixture(**settings).block, B, "choose_experts")
+    assert names == ["choose_experts", "expert_mlp", "combine_and_norm"]
     assert error <= 2
 
 
 @pytest.mark.parametrize(
-    ("bits", "group", "mode", "dtype", "K"),
+    "settings",
     [
-        (4, 64, "affine", torch.float16, 512),
-        (4, 64, "affine", torch.float16, 704),  # Gemma's: no whole spans, an odd number of groups
-        (2, 64, "affine", torch.float16, 256),
-        (4, 32, "mxfp4", torch.float16, 256),
-        (8, 64, "affine", torch.float32, 192),
-        (6, 64, "affine", torch.float16, 192),
-        (4, 16, "nvfp4", torch.float32, 96),
-        (8, 32, "mxfp8", torch.float32, 96),
+        {},  # Qwen3.5
+        {"shared": False, "E": 8, "k": 4},  # Qwen3
+        {"shared": False, "E": 24, "k": 5, "per_expert_scale": torch.linspace(0.5, 2, 24), "renormalise": False},
+        {"gated": False, "dense": True, "E": 6, "kind": "sigmoid", "scaling": 2.5},
+        {"shared": False, "k": 1},
     ],
+    ids=["shared-gated", "none-shared", "scaled", "sigmoid", "one"],
 )
-def test_down_projections_of_every_format_are_weighted_and_added(bits, group, mode, dtype, K):
-    torch.manual_seed(0)
-    E, N, k, B = 5, 24, 3, 2
-    down, x, h = (
-        weights(E, N, K, bits=bits, group=group, mode=mode),
-        torch.randn(B, k + 1, K).to(dtype),
-        torch.randn(B, N),
-    )
-    ids = torch.stack([torch.randperm(E)[: k + 1] for _ in range(B)]).int()
-    shares, gate = torch.rand(B, k), torch.randn(B, 1)
-    got = fused_experts.down_and_add(x, ids, shares, gate, down, h, out=torch.full_like(h, torch.nan))
-    every = torch.cat([shares, gate.sigmoid()], 1)
+def test_experts_choose_themselves(settings):
+    mixture = Mixture(**settings)
+    names, error = fused_twice(mixture.block, 1, "routed_experts")
+    assert names == ["qmm", "routed_experts", "combine_and_norm"]
+    assert error <= 2
 
-    def total(kind):
-        y = torch.einsum("bank,bak->ban", dequantize(down).to(kind)[ids.long()], x.to(kind))
-        return h.to(kind) + torch.einsum(
-            "ba,ban->bn", every.to(kind), y.to(dtype).to(kind) if kind == torch.float32 else y
-        )
 
-    assert ratio(got, total(torch.float32), total(torch.float64)) <= 2
+@pytest.mark.parametrize(("bits", "group", "mode"), [(2, 64, "affine"), (8, 64, "affine"), (4, 32, "mxfp4")])
+def test_experts_of_every_kernel_choose_as_route_does(bits, group, mode):
+    """Ids and weights are left for who reads them later, bit by bit."""
+    torch.manual_seed(1)
+    E, k = 12, 3
+    shapes = ((E, 32, 64), (E, 32, 64), (E, 64, 32))
+    experts = Experts(*(weights(*shape, bits=bits, group=min(group, shape[-1]), mode=mode) for shape in shapes))
+    logits, x = torch.randn(1, E).half(), torch.randn(1, 64).half()
+
+    def step():
+        ids, shares = route(logits, k)
+        return expert_mlp(x, ids, experts), ids, shares
+
+    with using("triton"):
+        got, calls = record(step)
+        expected = [one.clone() for one in got]
+        fused = fuse(calls, rows=1)
+        for one in got:
+            one.zero_()
+        run_all(fused)
+    assert [one.name for one in fused] == ["routed_experts"]
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("case", ["two tokens", "float32 logits", "a bias", "ids read between", "wide rows"])
+def test_other_choices_are_left_to_route(case):
+    H = 2176 if case == "wide rows" else 64
+    experts = Experts(weights(4, 64, H), weights(4, 64, H), weights(4, H, 64))
+    rows = 2 if case == "two tokens" else 1
+    logits = torch.randn(rows, 4).to(torch.float32 if case == "float32 logits" else torch.float16)
+    bias = torch.linspace(-0.1, 0.1, 4) if case == "a bias" else None
+    x = torch.randn(rows, H).half()
+
+    def step():
+        ids, shares = route(logits, 2, bias=bias)
+        between = ids + 1 if case == "ids read between" else None
+        return expert_mlp(x, ids, experts), shares, between
+
+    with using("triton"):
+        fused = fuse(record(step)[1], without=FUSIONS.keys() - {"routed_experts"})
+    assert "routed_experts" not in [one.name for one in fused]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

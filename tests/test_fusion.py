@@ -26,7 +26,7 @@ NARROW = {"numba": torch.bfloat16, "triton": torch.float16}  # Triton's interpre
 APPLIES = {
     "shared_expert": "qwen3_5_moe-4bit", "dense_mlp": "gemma4_moe-4bit", "side_by_side": "qwen3_moe-4bit",
     "rotate_and_append": "gemma4_moe-4bit", "recurrent_step": "qwen3_5_moe-4bit", "choose_experts": "qwen3_moe-4bit",
-    "down_and_add": "qwen3_moe-4bit", "combine_and_norm": "qwen3_moe-4bit", "norm_chain": "gemma4_moe-4bit",
+    "routed_experts": "qwen3_moe-4bit", "combine_and_norm": "qwen3_moe-4bit", "norm_chain": "gemma4_moe-4bit",
     "add_to_stream": "qwen3_moe-4bit", "norm_first": "qwen3_moe-4bit",
     "rotate_and_append_latent": "deepseek_v3-4bit", "rotate_and_attend": "gemma4_moe-4bit",
 }  # fmt: skip
@@ -176,7 +176,7 @@ def family(op):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fused_calls_are_as_accurate_as_their_parts(name, language):
     narrow = str(NARROW[language]).removeprefix("torch.")
-    for dtype, texts in (("float32", [[9, 30]]), (narrow, [[17], [12]])):
+    for dtype, texts in (("float32", [[9, 30]]), (narrow, [[12], [14], [17], [23], [27], [30]])):
         traces = []
         for lengths in texts:
             step = recorded_step(name, dtype, lengths)
@@ -219,8 +219,10 @@ def test_each_fusion_can_be_had_alone_and_left_out(name):
 
 
 def test_some_fusions_are_for_several_rows_and_some_for_one():
-    assert "down_and_add" not in names(fuse(trace("down_and_add"), rows=1))
-    assert "down_and_add" in names(fuse(trace("down_and_add"), rows=2))
+    assert "choose_experts" not in names(fuse(trace("choose_experts"), rows=1))
+    assert "choose_experts" in names(fuse(trace("choose_experts"), rows=2))
+    assert "routed_experts" in names(fuse(trace("routed_experts"), rows=1))
+    assert "routed_experts" not in names(fuse(trace("routed_experts"), rows=2))
     assert "rotate_and_attend" in names(fuse(trace("rotate_and_attend"), rows=1))
     assert "rotate_and_attend" not in names(fuse(trace("rotate_and_attend"), rows=2))
 

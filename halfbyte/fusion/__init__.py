@@ -13,12 +13,12 @@ from ..errors import UsageError
 from ..graph import Call
 from ..ops.dispatch import find, is_deterministic
 from .dense import dense_mlp
-from .experts import combine_and_norm, down_and_add, shared_expert
+from .experts import combine_and_norm, shared_expert
 from .norms import norm_chain
 from .projections import add_to_stream, norm_first, side_by_side
 from .recurrence import recurrent_step
 from .rotation import rotate_and_append, rotate_and_append_latent, rotate_and_attend
-from .routing import choose_experts
+from .routing import choose_experts, routed_experts
 from .together import lie_together
 
 FUSIONS: dict[str, Callable[[list[Call]], list[Call]]] = {
@@ -30,18 +30,18 @@ FUSIONS: dict[str, Callable[[list[Call]], list[Call]]] = {
     "rotate_and_append_latent": rotate_and_append_latent,
     "recurrent_step": recurrent_step,
     "choose_experts": choose_experts,
-    "down_and_add": down_and_add,
+    "routed_experts": routed_experts,
     "combine_and_norm": combine_and_norm,
     "norm_chain": norm_chain,
     "add_to_stream": add_to_stream,
     "norm_first": norm_first,
 }
 
-SEVERAL_ROWS = frozenset({"choose_experts", "down_and_add", "add_to_stream", "norm_first"})
+SEVERAL_ROWS = frozenset({"choose_experts", "add_to_stream", "norm_first"})
 """For one row these take a step no time and give it none: the small launches that they spare run while the next large
 one becomes resident and asks for its weights (docs/performance.md)."""
 
-ONE_ROW = frozenset({"rotate_and_attend"})
+ONE_ROW = frozenset({"rotate_and_attend", "routed_experts"})
 """With several rows every processor has work enough, and what each program does again costs more than a launch."""
 
 

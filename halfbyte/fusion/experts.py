@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,71 +72,6 @@ def find_shared(end: Call, book: Book) -> Shared | None:
     same_x = all(one.args[0].data_ptr() == chosen.args[0].data_ptr() for one in (gate, up))
     found = Shared(chosen, gate, up, glu, down)
     return found if alike and same_x and book.read_once(*found) else None
-
-
-class Weighted(NamedTuple):
-    """Experts whose results are added up, and the norm that adds the sum to the stream, if nothing else reads it."""
-
-    chosen: Call
-    summed: Call
-    norm: Call | None
-
-
-def down_and_add(calls: list[Call]) -> list[Call]:
-    """combine(expert_mlp(x, ids)), and the stream that a norm adds it to: results never leave the down projection.
-
-    expert_mlp and combine become gate_and_up and down_and_add, one behind the other: the second reads early what was
-    there before the first (kernels/triton/fused_experts.py). The norm is left with the new stream.
-    """
-    book = Book(calls)
-    replaced: dict[Call, list[Call]] = {}
-    for end in calls:
-        found = find_weighted(end, book, calls) if end.name == "combine" else None
-        if found is None:
-            continue
-        chosen, summed, norm = found
-        first, second, kept = (
-            find(language(chosen), "fused_experts", name) for name in ("gate_and_up", "down_and_add", "between_type")
-        )
-        if first is None or second is None or kept is None:
-            continue
-        (x, ids, experts, *more), (_, weights) = chosen.args, summed.args
-        between = torch.empty((*ids.shape, experts.gate.shape[1]), dtype=kept(x, experts), device=x.device)
-        up = call("gate_and_up", first, (x, ids, experts, *more), {"out": between}, between, (), (chosen,))
-        h, total = (None, summed.result) if norm is None else (norm.args[0], norm.result[1])
-        args = (between, ids, weights, summed.kwargs["shared_gate"], experts.down, h)
-        down = call("down_and_add", second, args, {"out": total}, total, (), (summed,))
-        replaced |= {chosen: [], summed: [up, down]}
-        if norm is not None:
-            normed, _, *copy = norm.result
-            out = (normed, *copy) if copy else normed
-            settings = {**norm.kwargs, "add": None, "return_sum": False, "out": out}
-            replaced[norm] = [call("rms_norm", norm.run, (total, *norm.args[1:]), settings, out, (), (norm,))]
-    return [made for one in calls for made in replaced.get(one, [one])]
-
-
-def find_weighted(summed: Call, book: Book, calls: Sequence[Call]) -> Weighted | None:
-    (y, weights), given = summed.args, summed.kwargs
-    chosen, shared = book.maker(y, "expert_mlp"), given["shared"]
-    if chosen is None or y.ndim != 3 or given["residual"] is not None or given["tokens"] is not None:
-        return None
-    x, ids, experts = chosen.args[:3]
-    takes = find(language(chosen), "fused_experts", "takes")
-    beside = book.maker(shared, "expert_mlp") is chosen
-    if takes is None or beside is not (shared is not None) or ids.shape[1] != y.shape[1] + beside or x.ndim != 2:
-        return None
-    between = calls[book.place[chosen] : book.place[summed]]
-    moves = not any(addresses((x, ids)) & one.writes for one in between)
-    if not moves or not weights.is_contiguous() or not book.read_once(chosen) or not takes(x, ids, experts):
-        return None
-    norms = (one for one in calls if one.name == "rms_norm" and book.maker(one.kwargs.get("add"), "combine") is summed)
-    norm = next(norms, None)
-    if norm is not None and (
-        options(norm) - {"extra_dtype"} != {"add", "return_sum"} or not book.read_once(summed)
-        or norm.args[0].ndim != 2 or not all(t.stride(-1) == 1 for t in (norm.args[0], norm.result[1]))
-    ):  # fmt: skip
-        norm = None
-    return Weighted(chosen, summed, norm)
 
 
 def combine_and_norm(calls: list[Call]) -> list[Call]:

@@ -71,8 +71,7 @@ def add_to_stream(calls: list[Call]) -> list[Call]:
 
 
 READS_NORMED = {"qmm": "normed_qmm", "expert_mlp": "normed_expert_mlp"}  # what such a call becomes
-TAKES_NORM = {"choose_experts", "gate_and_up"}  # fused calls that take a norm as they are
-MAKES_STREAM = {"qmm_onto_stream": "fused_projections", "down_and_add": "fused_experts"}  # and where their kernel is
+TAKES_NORM = {"choose_experts"}  # fused calls that take a norm as they are
 
 
 class Split(NamedTuple):
@@ -97,11 +96,10 @@ def norm_first(calls: list[Call]) -> list[Call]:
         if found is None or found.maker in replaced:
             continue
         (h, weight, eps), maker = norm.args, found.maker
-        together = find(language(maker), MAKES_STREAM[maker.name], "outputs_together")
+        together = find(language(maker), "fused_projections", "outputs_together")
         rest = find(language(maker), "stream", "Norm")
         assert together is not None and rest is not None
-        w = maker.args[1 if maker.name == "qmm_onto_stream" else 4]
-        squares = torch.empty(h.shape[0], -(-h.shape[1] // together(maker.args[0], w)), device=h.device)
+        squares = torch.empty(h.shape[0], -(-h.shape[1] // together(*maker.args[:2])), device=h.device)
         kept = (weight, found.weighted, squares)
         replaced[maker] = replace(
             maker, kwargs={**maker.kwargs, "keep": kept}, reads=maker.reads | addresses(weight),
@@ -120,12 +118,12 @@ def find_split(norm: Call, book: Book, readers: dict[int, list[Call]]) -> Split 
     maker = book.makers.get(h.untyped_storage().data_ptr())
     results = [(y, found) for y in (norm.result if isinstance(norm.result, tuple) else (norm.result,))
                if (found := readers.get(y.untyped_storage().data_ptr(), []))]  # fmt: skip
-    if maker is None or maker.name not in MAKES_STREAM or not same(maker.result, h) or len(results) != 1:
+    if maker is None or maker.name != "qmm_onto_stream" or not same(maker.result, h) or len(results) != 1:
         return None
     (y, found), able = results[0], find(language(maker), "fused_projections", "weighs")
     if able is None or not able(y.dtype) or not weight.is_contiguous() or y.ndim != 2 or y.stride(1) != 1:
         return None
-    if maker.kwargs.get("keep") is not None or (maker.name == "down_and_add" and maker.args[5] is None):
+    if maker.kwargs.get("keep") is not None:
         return None
     return Split(maker, y, found) if all(can_norm(one, y) for one in found) else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..graph import Book, Call, call
+from ..graph import Book, Call, addresses, call
 from ..ops.dispatch import find
 from .matching import language
 
@@ -33,4 +33,33 @@ def choose_experts(calls: list[Call]) -> list[Call]:
             "choose_experts", kernel, (x, w, k), {**settings, "out": made}, made, board, (scores, end)
         )
         dropped.add(end)
+    return [replaced.get(one, one) for one in calls if one not in dropped]
+
+
+def routed_experts(calls: list[Call]) -> list[Call]:
+    """expert_mlp(x, route(logits)): experts that choose themselves. Who else reads ids or weights does so later."""
+    book = Book(calls)
+    dropped: set[Call] = set()
+    replaced: dict[Call, Call] = {}
+    for chosen in calls:
+        route = book.maker(chosen.args[1], "route") if chosen.name == "expert_mlp" else None
+        if route is None:
+            continue
+        names = ("routed_experts", "chooses", "takes")
+        kernel, chooses, takes = (find(language(chosen), "fused_experts", name) for name in names)
+        (x, ids, experts, *more), (logits, k), (_, weights) = chosen.args, route.args, route.result
+        if kernel is None or chooses is None or takes is None or logits.ndim != 2:
+            continue
+        between = calls[book.place[route] + 1 : book.place[chosen]]
+        made = addresses(route.result)
+        if any(made & addresses((one.args, one.kwargs)) or addresses(logits) & one.writes for one in between):
+            continue
+        if not takes(x, ids, experts) or not chooses(logits, weights, route.kwargs):
+            continue
+        settings = {**route.kwargs, "ids": ids, "out": (chosen.result, weights)}
+        replaced[chosen] = call(
+            "routed_experts", kernel, (x, logits, k, experts, *more), settings, (chosen.result, weights), ids,
+            (route, chosen),
+        )  # fmt: skip
+        dropped.add(route)
     return [replaced.get(one, one) for one in calls if one not in dropped]

@@ -22,7 +22,7 @@ DOTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: t
 # 2026-11-15, H200, bfloat16, heads of 256 where nothing else is said.
 FEW = 64  # rows of a kv head up to which attend_splits_kernel takes them
 CHUNK, SHORT = 64, 32  # its positions of a short chunk, and up to how many of them are taken: 1k 6.4 us, 4k 9.1 us
-MOST = 64  # chunks of a request, twice that where it has only one kv head: one program on each processor at 32k
+MOST = 66  # chunks of a request, twice that where it has only one kv head: an H200 has 132 processors
 LONG = 512  # positions that a split of attend_rows_kernel is worth: 512 tokens on 16k 542 us in one, 364 us in two
 
 

@@ -238,6 +238,13 @@ def load_queries(q, strides, b, token, head, is_row, D, BLOCK_D: tl.constexpr, D
     return tl.load(at[:, None] + column[None, :] * strides[3], mask=mask, other=0.0).to(DOT)
 
 
+@triton.jit
+def chunk_of(span, CHUNK: tl.constexpr, SHORT: tl.constexpr, MOST: tl.constexpr):
+    """How many of so many positions make a chunk: CHUNK, twice that where more than SHORT of them would be needed, or
+    as many times as make MOST chunks."""
+    return tl.where(span <= CHUNK * SHORT, CHUNK, CHUNK * tl.maximum(2, tl.cdiv(span, CHUNK * MOST)))
+
+
 @triton.jit(do_not_specialize=["L", "S", "window", "splits"])
 def attend_splits_kernel(
     q, k, v, lengths, slots, means, logs, L, G, S, scale, inner, window, splits, q_strides, k_strides, v_strides,
@@ -247,8 +254,7 @@ def attend_splits_kernel(
 ):  # fmt: skip
     """Few rows, many positions: one tile of rows against a run of chunks, each of which leaves its own mean and log.
 
-    The chunks follow from the request's length alone: CHUNK positions, or twice that where there are more than SHORT of
-    them, or as many as make MOST. How many workers share them does not change a bit.
+    The chunks follow from the request's length alone: how many workers share them does not change a bit.
     """
     worker, workers = tl.program_id(0), tl.num_programs(0)
     b, g = (tl.program_id(2) // G).to(tl.int64), (tl.program_id(2) % G).to(tl.int64)
@@ -262,7 +268,7 @@ def attend_splits_kernel(
     low, high = seen_by(token, length, L, S, window, CAUSAL, RING)
     near, _ = seen_by(0, length, L, S, window, False, RING)
     span = tl.maximum(length - near, 0)
-    chunk = CHUNK if span <= CHUNK * SHORT else 2 * CHUNK * tl.cdiv(span, 2 * CHUNK * MOST)
+    chunk = chunk_of(span, CHUNK, SHORT, MOST)
     chunks = tl.cdiv(span, chunk)
     chunk_from, chunk_to = worker * chunks // workers, (worker + 1) * chunks // workers
     k += slot * k_strides[0] + g * k_strides[2]
@@ -286,9 +292,9 @@ def attend_splits_kernel(
             store_split(means, logs, line + (done - 1) // chunk, mean, log, is_row, DV, BLOCK_DV)
             state = no_turned(BLOCK_M, BLOCK_N, BLOCK_DV)
     if worker == workers - 1:
-        absent = tl.arange(0, MOST)[None, :]
+        absent = tl.arange(0, triton.next_power_of_2(MOST))[None, :]
         mask = is_row[:, None] & (absent >= chunks) & (absent < splits)
-        tl.store(logs + line[:, None] + absent, tl.full([BLOCK_M, MOST], NOTHING, tl.float32), mask=mask)
+        tl.store(logs + line[:, None] + absent, tl.full([BLOCK_M, absent.shape[1]], NOTHING, tl.float32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["L", "splits"])

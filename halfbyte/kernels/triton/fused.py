@@ -208,6 +208,11 @@ def delta_and_norm_kernel(
     tl.store(o + request * o_steps[0] + h * o_steps[1] + row, rounded(y, o.dtype.element_ty), rows)
 
 
+# Requests from which half the warps hold a state: more of them fit, and one is read while another is written.
+# 2026-11-16, H200, 32 streams of Qwen3.5-35B-A3B: a step takes 7985 us with 8 warps, 7909 with 4, 8019 with 16.
+MANY_STATES = 16
+
+
 def delta_and_norm(q, k, v, a, b, a_log, dt_bias, state, slots, gate, weight, eps, *, out):
     """out = rms_norm(gated_delta(q, k, v, *delta_gates(a, b, a_log, dt_bias), state), weight, eps, gate=gate)
 
@@ -218,7 +223,7 @@ def delta_and_norm(q, k, v, a, b, a_log, dt_bias, state, slots, gate, weight, ep
         q, k, v, a, b, a_log, dt_bias, state, slots, gate, weight, eps, out,
         q.stride()[:2], k.stride()[:2], v.stride()[:2], a.stride(0), b.stride(0), state.stride(), gate.stride()[:2],
         out.stride()[:2], Hv // Hk, Dk, Dv, triton.next_power_of_2(Dk), triton.next_power_of_2(Dv),
-        num_warps=8, **overlap(q.device),
+        num_warps=8 if B < MANY_STATES else 4, **overlap(q.device),
     )  # fmt: skip
     return out
 
@@ -265,6 +270,6 @@ def combine_and_norm(y, weights, shared, shared_gate, h, weight, eps, *, out):
     combine_and_norm_kernel[(B,)](
         y, weights, shared, shared_gate, h, weight, eps, wide, total, narrow, y.stride()[:2],
         0 if shared is None else shared.stride(0), 0 if shared_gate is None else shared_gate.stride(0), A, D, block,
-        num_warps=max(4, min(16, block // 256)), **overlap(y.device),
+        num_warps=max(4, min(16, block // 128)), **overlap(y.device),
     )  # fmt: skip
     return out

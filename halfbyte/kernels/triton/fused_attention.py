@@ -16,6 +16,7 @@ from .elementary import cos_sin, rounded
 from .flash import (
     NOTHING,
     attend_turned,
+    chunk_of,
     finished_turned,
     merge_splits,
     no_turned,
@@ -100,7 +101,7 @@ def rotate_and_attend_kernel(
     known = length - 1 if RING else tl.minimum(asked - 1, S)  # a cache that is full keeps no row of this step
     near = tl.maximum(tl.maximum(length - S, length - window), 0) if RING else 0
     span = tl.maximum(length - near, 0)
-    chunk = CHUNK if span <= CHUNK * SHORT else 2 * CHUNK * tl.cdiv(span, 2 * CHUNK * MOST)
+    chunk = chunk_of(span, CHUNK, SHORT, MOST)
     start = near + tl.program_id(0) * chunk
     stop = tl.minimum(start + chunk, known)
     newest = (start < length) & (start + chunk >= length) & (known < length)

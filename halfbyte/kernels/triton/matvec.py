@@ -29,13 +29,14 @@ from .codes import (
     row_words,
     small_float_value,
 )
-from .device import facts, overlap
+from .device import INTERPRETED, facts, overlap
 from .elementary import ACTIVATIONS, activated
 from .exact import multiply_exactly, small
-from .matvec_sizes import MANY, Nibbles, chunk_sizes, dense_sizes, nibble_sizes
+from .jobs import choice_arguments, job_of
+from .matvec_sizes import MANY, Nibbles, choosing_sizes, chunk_sizes, dense_sizes, nibble_sizes
 from .nibbles import nibbles_kernel
 from .rowwise import glu
-from .stacks import job_of, matrix, stack
+from .stacks import matrix, stack
 from .stream import norm_arguments, row_factors, squares_of, store_row, stream_arguments, stream_rows
 
 LONG = 256  # inputs of a sum that hides that they were rounded to bfloat16
@@ -218,10 +219,10 @@ def store_rows(
 
 @triton.jit
 def matvec_kernel(
-    x, ids, w, up, norm, stream, y, N, K, ROWS, x_row, x_head, y_row, y_head,
+    x, ids, choice, w, up, norm, stream, y, N, K, ROWS, x_row, x_head, y_row, y_head,
     FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, SCHEDULE: tl.constexpr, SQUARES: tl.constexpr, JOBS: tl.constexpr, OVERLAP: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    C: tl.constexpr, SCHEDULE: tl.constexpr, SQUARES: tl.constexpr, RULE: tl.constexpr, JOBS: tl.constexpr,
+    OVERLAP: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y[row, head] = w[head] x[row, head], or w[ids[row, head]]; with an ACTIVATION, activation(w x) . (up x).
 
@@ -231,8 +232,8 @@ def matvec_kernel(
     """
     TYPE: tl.constexpr = x.dtype.element_ty
     index, x, y, left = job_of(
-        x, ids, w, up, y, K, ROWS, x_row, x_head, y_row, y_head, FORMAT, ACTIVATION is not None, M, JOBS, OVERLAP,
-        AHEAD, EARLY,
+        x, ids, choice, w, up, y, K, ROWS, x_row, x_head, y_row, y_head, FORMAT, ACTIVATION is not None, M, RULE, JOBS,
+        OVERLAP, AHEAD, EARLY,
     )  # fmt: skip
     w = matrix(w, index, FORMAT)
     if ACTIVATION is not None:
@@ -289,7 +290,7 @@ def dense_kernel(
     """As matvec_kernel, for weights in a float format: R outputs a program."""
     TYPE: tl.constexpr = x.dtype.element_ty
     index, x, y, left = job_of(
-        x, ids, w, w, y, K, ROWS, x_row, x_head, y_row, y_head, None, False, M, True, False, False, False
+        x, ids, None, w, w, y, K, ROWS, x_row, x_head, y_row, y_head, None, False, M, None, True, False, False, False
     )
     outputs = tl.program_id(0) * R + tl.arange(0, R)
     source = w + index * w_matrix + tl.minimum(outputs, N - 1).to(tl.int64)[:, None] * w_row
@@ -314,14 +315,16 @@ def dense_kernel(
 
 
 def multiply(
-    x, ids, w, y, up=None, activation=None, precise=False, early=False, norm=None, stream=None, launch=None
+    x, ids, w, y, up=None, activation=None, precise=False, early=False, norm=None, stream=None, choice=None,
+    launch=None,
 ):  # fmt: skip
     """y [M, H, N] = w[h] x[m, h], or w[ids[m, h]] x[m, h] where ids [M, H] are given.
 
     With `up`, of the same format as w, activation(w x) . (up x). x [M, H, K]; the last axes of x and y lie whole.
     `early`: the launch before this one was of this function with the same ids (job_of). `norm` (stream.Norm): what is
     left to do of the norm of x; not for small matrices. `stream` (stream.Stream), for one head: y is that plus the
-    result. `launch` is for trying other sizes than the table's.
+    result. `choice` (jobs.Choice), not for small matrices: ids are not known yet, and are made here if `early`.
+    `launch` is for trying other sizes than the table's.
     """
     around = norm is not None or stream is not None
     if not around and small(x, w) and y.dtype == torch.float32 and up is None:
@@ -337,7 +340,8 @@ def multiply(
     else:
         precise = precise or (up is None and (y if stream is None else x).dtype == torch.float32)
         launch = launch or sizes(x, w, up, precise, M, prod(jobs))
-        multiply_codes(x, ids, w, up, shared, squares, activation, precise, early, M, jobs, launch)
+        launch = choosing_sizes(launch) if choice is not None and up is not None else launch
+        multiply_codes(x, ids, choice, w, up, shared, squares, activation, precise, early, M, jobs, launch)
     return y
 
 
@@ -371,7 +375,7 @@ def outputs_together(x, w):
     return sizes(x, w, None, x.dtype == torch.float32, M, 1).tile(w.bits, False)[0]
 
 
-def multiply_codes(x, ids, w, up, shared, squares, activation, precise, early, M, jobs, launch):
+def multiply_codes(x, ids, choice, w, up, shared, squares, activation, precise, early, M, jobs, launch):
     N, K = w.shape[-2:]
     (source, form), other = stack(w), None if up is None else stack(up)[0]
     outputs, codes = launch.tile(form.bits, up is not None)
@@ -383,29 +387,35 @@ def multiply_codes(x, ids, w, up, shared, squares, activation, precise, early, M
     given["AHEAD"] = not early and N * prod(jobs) <= 2 * MANY * facts(x.device).processors
     given |= overlap(x.device)
     grid = (launch.programs if schedule == "loop" else blocks, *jobs)
-    if isinstance(launch, Nibbles):
+    nibbles = isinstance(launch, Nibbles)
+    chosen_by, given["RULE"] = choice_arguments(choice, w.shape[0], launch.parts if nibbles else launch.warps)
+    if nibbles:
+        if launch.registers and facts(x.device).capability > 0 and not INTERPRETED:
+            given["maxnreg"] = launch.registers
         nibbles_kernel[grid](
-            x, ids, source, other, *shared, **given, BLOCKS=launch.blocks, PARTS=launch.parts,
+            x, ids, chosen_by, source, other, *shared, **given, BLOCKS=launch.blocks, PARTS=launch.parts,
             SPREAD=launch.spread, EVEN=K % (2 * form.group) == 0, num_warps=launch.parts, num_stages=1,
         )  # fmt: skip
     else:
         matvec_kernel[grid](
-            x, ids, source, other, *shared, **given, PRECISE=precise, C=launch.chunks, num_warps=launch.warps
+            x, ids, chosen_by, source, other, *shared, **given, PRECISE=precise, C=launch.chunks, num_warps=launch.warps
         )
 
 
-def chosen(x, ids, w, out, early=False):
+def chosen(x, ids, w, out, early=False, choice=None):
     """out[t, a] = w[ids[t, a]] x[t], or x[t, a], for few tokens: each choice reads its expert's weights."""
     if ids.numel():
         y = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
-        multiply(of_choices(x, ids), ids.contiguous(), w, y, early=early)
+        multiply(of_choices(x, ids), ids.contiguous(), w, y, early=early, choice=choice)
         if y is not out:
             out.copy_(y)
     return out
 
 
-def chosen_mlp(x, ids, experts, activation, out, norm=None):
+def chosen_mlp(x, ids, experts, activation, out, norm=None, choice=None):
     """out[t, a] = down[e] (activation(gate[e] x) . (up[e] x)) where e = ids[t, a], for few tokens; or of the norm of x.
+
+    `choice`: as in multiply, where gate and up have one format.
 
     What lies between is kept in float32; sums over many bfloat16 of it do not show that these were rounded.
     """
@@ -419,8 +429,8 @@ def chosen_mlp(x, ids, experts, activation, out, norm=None):
         for half, w in zip(halves, (gate, up), strict=True):
             multiply(x, ids, w, half, norm=norm)
         return chosen(glu(*halves, activation, out=halves[0]), ids, down, out)
-    multiply(x, ids, gate, between, up, activation, precise=x.dtype == torch.float32, norm=norm)
-    return chosen(between, ids, down, out, early=True)
+    multiply(x, ids, gate, between, up, activation, precise=x.dtype == torch.float32, norm=norm, choice=choice)
+    return chosen(between, ids, down, out, early=True, choice=choice)
 
 
 def of_choices(x, ids):

@@ -21,7 +21,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from .codes import e4m3_value, eighths, power_value, quarters
 from .elementary import activated
-from .stacks import job_of, matrix
+from .jobs import job_of
+from .stacks import matrix
 from .stream import row_factors, squares_of, store_row, stream_rows
 
 COLUMNS = tl.constexpr(8)
@@ -327,10 +328,10 @@ def store_outputs(
 
 @triton.jit
 def nibbles_kernel(
-    x, ids, w, up, norm, stream, y, N, K, ROWS, x_row, x_head, y_row, y_head,
+    x, ids, choice, w, up, norm, stream, y, N, K, ROWS, x_row, x_head, y_row, y_head,
     FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, M: tl.constexpr, R: tl.constexpr, BLOCKS: tl.constexpr,
     PARTS: tl.constexpr, SPREAD: tl.constexpr, SCHEDULE: tl.constexpr, EVEN: tl.constexpr, SQUARES: tl.constexpr,
-    JOBS: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    RULE: tl.constexpr, JOBS: tl.constexpr, OVERLAP: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y[row, head] = w[head] x[row, head], or w[ids[row, head]]; with an ACTIVATION, activation(w x) . (up x).
 
@@ -344,8 +345,8 @@ def nibbles_kernel(
     OUTPUTS: tl.constexpr = R // 2 if GATED else R
     SPANS: tl.constexpr = 4 * codes_loaded(FORMAT.bits) * BLOCKS * PARTS
     index, x, y, left = job_of(
-        x, ids, w, up, y, K, ROWS, x_row, x_head, y_row, y_head, FORMAT, ACTIVATION is not None, M, JOBS, OVERLAP,
-        AHEAD, EARLY,
+        x, ids, choice, w, up, y, K, ROWS, x_row, x_head, y_row, y_head, FORMAT, ACTIVATION is not None, M, RULE, JOBS,
+        OVERLAP, AHEAD, EARLY,
     )  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * OUTPUTS
     w = matrix(w, index, FORMAT)

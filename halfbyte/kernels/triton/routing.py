@@ -96,9 +96,15 @@ def best_experts(order, expert, K: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl
 
 
 @triton.jit
+def key_of(x, expert, valid):
+    """An integer for each value x widened from 16 bits and its id: no two are equal, and the first is the largest."""
+    return tl.where(valid, (order_of(x) & ~IDS) | (expert ^ IDS), NOTHING)
+
+
+@triton.jit
 def best_by_key(x, expert, valid, K: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr):
     """As best_experts, for values x widened from 16 bits; and the values of those chosen. Past K, ids are IDS."""
-    key = tl.where(valid, (order_of(x) & ~IDS) | (expert ^ IDS), NOTHING)
+    key = key_of(x, expert, valid)
     slot = tl.arange(0, SLOTS)[None, :]
     chosen = tl.full([TOKENS, SLOTS], NOTHING, tl.int32)
     for i in range(K):

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.uint8: tl.uint8}
 
@@ -73,45 +72,6 @@ def prefetch_table(stack):
     words, _, _, _, matrices, _, _ = stack
     for start in range(0, 3 * matrices, 1024):
         prefetch(words + tl.minimum(start + 16 * tl.arange(0, 64), 3 * matrices - 1))
-
-
-@triton.jit
-def job_of(
-    x, ids, w, up, y, K, ROWS, x_row, x_head, y_row, y_head,
-    FORMAT: tl.constexpr, GATED: tl.constexpr, M: tl.constexpr, JOBS: tl.constexpr, OVERLAP: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """What program_id 1, a head, and 2, M rows, are for: the index of their matrix, x and y of the first row there, and
-    the rows left from it on.
-
-    A launch that overlaps the one before it (device.overlap) may read weights before it waits, and ids only after: they
-    may be as new as x. It lets the next launch start once all its programs have asked for that or ended. Those with ids
-    ask after they waited. So whatever came before them is complete when a program of the next launch runs, which may
-    read the same ids EARLY, before it waits for what they make; past the L1, which nothing may have refreshed. AHEAD:
-    x, ids and addresses come to the L2 during the wait, from wherever they are.
-    """
-    index, row = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-    if JOBS:
-        index, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64) * M
-    x += row * x_row + index * x_head
-    y += row * y_row + index * y_head
-    if ids is not None:
-        ids += row * tl.num_programs(1) + index
-    if OVERLAP:
-        if AHEAD and tl.program_id(0) < 4:
-            prefetch(x + tl.minimum(64 * tl.arange(0, 64), K - 1))
-            if ids is not None:
-                prefetch(ids + tl.arange(0, 1))
-                if FORMAT.apart:
-                    prefetch_table(w)
-                    if GATED:
-                        prefetch_table(up)
-        if ids is not None and not EARLY:
-            gdc_wait()
-        gdc_launch_dependents()
-    if ids is not None:
-        index = tl.load(ids, cache_modifier=".cg" if EARLY else "").to(tl.int64)
-    return index, x, y, ROWS - row
 
 
 @triton.jit
