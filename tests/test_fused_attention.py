@@ -49,3 +49,25 @@ def test_one_launch_does_what_two_do(shape, lengths, softcap, dtype):
     torch.testing.assert_close(got, expected, **close)
     for cache, other in zip(caches, others, strict=True):
         torch.testing.assert_close(other, cache, equal_nan=True, **close)
+
+
+SHORT, MOST = 2, 6  # chunks, instead of 32 and 66: texts need not be long
+FEWEST, LONGEST = attention.CHUNK * SHORT, 2 * attention.CHUNK * MOST
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (1, 1)], ids=str)
+@pytest.mark.parametrize("length", [FEWEST, FEWEST + 1, LONGEST, LONGEST + 1, LONGEST + 90, 2 * LONGEST + 1])
+def test_texts_are_seen_whole_in_any_number_of_chunks(length, heads, monkeypatch):
+    monkeypatch.setattr(attention, "MOST", MOST)
+    for module in (attention, fused_attention):
+        monkeypatch.setattr(module, "SHORT", SHORT)
+    (H, G), D, S = heads, 16, 2 * LONGEST + 100
+    args, caches, put, seen = random_step((H, G, D, D, False, None), [length], S, torch.float16)
+    out = torch.empty(1, 1, H, D, dtype=torch.float16)
+    got = fused_attention.rotate_and_attend(*args, *caches, **put, turn_scale=1.0, **seen, softcap=None, out=out)
+    turned = fused.rotate_and_append(*args, *caches, **put, scale=1.0, out=torch.empty_like(args[0]).contiguous())
+    also = attention.attention(turned[:, None], *caches, lengths=put["lengths"], slots=put["slots"], **seen)
+    keys, values = (cache[1, :length].double().transpose(0, 1) for cache in caches)
+    weights = (turned[0, :, None].double() @ keys.mT * seen["scale"]).softmax(-1)
+    for one in (got, also):
+        torch.testing.assert_close(one[0, 0].double(), (weights @ values)[:, 0], rtol=2e-3, atol=1e-3)
