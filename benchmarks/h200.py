@@ -29,7 +29,7 @@ NAMES = {
     "deepseek": "DeepSeek-V3", "qwen3.5-397b": "Qwen3.5-397B-A17B",
 }  # fmt: skip
 PARTLY = ("DeepSeek-V3", "Qwen3.5-397B-A17B")  # too large for one GPU: some of their layers, fewer measurements
-SECTIONS = ("start", "check", "decode", "prefill", "profile", "variants")
+SECTIONS = ("start", "check", "decode", "prefill", "profile")
 STREAMS, CONTEXTS, PROMPTS = (1, 8, 32), (1024, 32768), (512, 2048, 16384)
 ROOM = 0.55  # of the GPU's memory that weights may take: caches need the rest
 
@@ -68,8 +68,6 @@ def sections_of(args, name):
     yield from (("decode", shape) for shape in (shapes[:1] if args.quick else shapes[:3] if few else shapes))
     yield from (("prefill", (tokens,)) for tokens in (PROMPTS[1:2] if few else PROMPTS))
     yield from (("profile", (streams, CONTEXTS[0])) for streams in (STREAMS[::2] if first and not few else STREAMS[:1]))
-    if first:
-        yield "variants", (1, CONTEXTS[0])
 
 
 def said_memory(row):
@@ -106,11 +104,6 @@ def line_of(section, row):
             for r in row["replays"]
         )
         return f"{'right' if row['right'] else 'WRONG'}: layers {said}"
-    if section == "variants":
-        return "\n".join(
-            f"    {row['streams']} streams, without {', '.join(one['without']) or 'nothing'}: {one['device_us']:.0f} us"
-            for one in row["rows"]
-        )
     lines = [
         f"{row['streams']} streams: {row['launches']:.0f} launches a step, their times sum to {row['summed_us']:.0f} us"
     ]
@@ -178,7 +171,7 @@ def summary(results):
 def compiling(args, name):
     """What compiles every kernel that will be timed: (model, section, which), each for a process of its own."""
     wanted = [(section, shape) for section, shape in sections_of(args, name) if section in args.only]
-    for streams in sorted({shape[0] for section, shape in wanted if section in ("decode", "profile", "variants")}):
+    for streams in sorted({shape[0] for section, shape in wanted if section in ("decode", "profile")}):
         yield name, "decode", streams
     yield from ((name, "check", dtype) for section, shape in wanted if section == "check" for dtype in shape[0])
     yield from ((name, "prefill", shape[0]) for section, shape in wanted if section == "prefill" and shape[0] <= 2048)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 from random_models import build, fill, prompt_flops, step_bytes
 
-from halfbyte import cuda, fusion
+from halfbyte import cuda
 from halfbyte.decoding import DecodeStep
 from halfbyte.engine import Engine, Request
 from halfbyte.ops.dispatch import reference
@@ -182,17 +182,6 @@ def check_replay(model, streams, steps=6):
         ids = expected.argmax(-1).tolist()
     calls = [len(step.calls) for step in replays[:2]]
     return {"streams": streams, "same": same, "again": again, "fused": statistics.median(errors), "calls": calls}
-
-
-def variants(model, given, streams, context):
-    """The device's time for a step with all fusions, with none, and without each of them."""
-    rows, setting = [], fusion.WITHOUT
-    for without in ((), tuple(fusion.FUSIONS), *((name,) for name in fusion.FUSIONS)):
-        fusion.WITHOUT = frozenset(without)
-        step = prepared(model, streams, context)
-        rows.append({"without": without, "device_us": cuda.timed(step.launch, 24) * 1e6})
-    fusion.WITHOUT = setting
-    return {"streams": streams, "context": context, "rows": rows}
 
 
 def profile(model, given, streams, context, steps=4):
