@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ class Prediction:
     bytes_read: int  # from disk or host memory when they were needed
     bytes_ahead: int  # on a guess
     by_layer: tuple[float, ...]  # hit rates
+    bytes_copied: int = 0  # to a device above the cache
 
     @property
     def hit_rate(self) -> float:
@@ -31,33 +33,55 @@ class Prediction:
     def bytes_per_token(self) -> float:
         return (self.bytes_read + self.bytes_ahead) / self.tokens if self.tokens else 0.0
 
-    def tokens_per_second(self, resident: float, source: float) -> float:
+    def tokens_per_second(self, resident: float, source: float, bus: float | None = None) -> float:
         """`resident`: tokens a second if nothing had to be read; `source`: bytes a second of a disk or a bus.
 
-        What is read when it is needed overlaps with nothing, what is read ahead with all that is computed.
+        What is read when it is needed overlaps with nothing but copies to a device, over its `bus`; what is read ahead
+        overlaps with all that is computed.
         """
-        ahead = self.bytes_ahead / source / max(self.tokens, 1)
-        return 1 / (max(1 / resident, ahead) + self.bytes_read / source / max(self.tokens, 1))
+        ahead, read = (count / source / max(self.tokens, 1) for count in (self.bytes_ahead, self.bytes_read))
+        copied = 0.0 if bus is None else self.bytes_copied / bus / max(self.tokens, 1)
+        seconds = max(1 / resident, ahead) + max(read, copied)
+        return 1 / seconds if seconds else math.inf
 
 
-def simulate(routes: Routes, shares: Sequence[Share], policy: str) -> Prediction:
-    """Drive caches as `StoredExperts.lend` does, step by step and layer by layer."""
-    needed, read, of_replies, bytes_ahead = [0] * routes.layers, [0] * routes.layers, 0, 0
+def simulate(routes: Routes, shares: Sequence[Share], policy: str, slots: Sequence[int] | None = None) -> Prediction:
+    """Drive caches as `StoredExperts.lend` does, step by step and layer by layer.
+
+    With `slots` of each layer on a device, as `TieredExperts.lend` does: they ask for what these do not have.
+    """
+    needed, copied, read, of_replies, bytes_ahead = *([0] * routes.layers for _ in range(3)), 0, 0
     caches = [ExpertCache(share.slots, POLICIES[policy]) for share in shares]
+    above = [ExpertCache(count, POLICIES[policy]) for count in slots or ()]
     of_layer = {layer: at for at, share in enumerate(shares) for layer in share.layers}
     for step in routes.steps:
         reply = routes.tokens(step) == 1
         of_replies += reply
         for layer, ids in enumerate(step.chosen):
-            chosen = sorted(set(ids))
-            rounds = list(caches[of_layer[layer]].rounds(layer, chosen))
+            chosen, following, likely = sorted(set(ids)), layer + 1, list[int]()
             needed[layer] += reply * len(chosen)
-            read[layer] += reply * sum(len(one.loads) for one in rounds)
-            following = layer + 1
             if following < routes.layers and (POLICIES[policy].foresees or certain(len(ids), routes.experts)):
+                likely = by_votes(step.guessed[layer])
+            if above:
+                chosen = absent(above[layer], layer, chosen)
+                copied[layer] += reply * len(chosen)
+                likely = [expert for expert in likely if (following, expert) not in above[following].places]
+            rounds = list(caches[of_layer[layer]].rounds(layer, chosen))
+            read[layer] += reply * sum(len(one.loads) for one in rounds)
+            if likely:
                 at = of_layer[following]
-                loads = caches[at].ahead(following, by_votes(step.guessed[layer]), rounds[-1].keys)
+                loads = caches[at].ahead(following, likely, rounds[-1].keys)
                 bytes_ahead += reply * len(loads) * shares[at].expert_bytes
-    bytes_read = sum(count * shares[of_layer[layer]].expert_bytes for layer, count in enumerate(read))
+    bytes_read, bytes_copied = (
+        sum(count * shares[of_layer[layer]].expert_bytes for layer, count in enumerate(counts))
+        for counts in (read, copied)
+    )
     rates = tuple(1 - less / all if all else 0.0 for less, all in zip(read, needed, strict=True))
-    return Prediction(policy, of_replies, sum(needed), sum(read), bytes_read, bytes_ahead, rates)
+    return Prediction(policy, of_replies, sum(needed), sum(read), bytes_read, bytes_ahead, rates, bytes_copied)
+
+
+def absent(cache: ExpertCache, layer: int, chosen: list[int]) -> list[int]:
+    """What slots on a device ask for below: more than they have room for passes them by, and they stay as they are."""
+    if len(chosen) > cache.slots:
+        return [expert for expert in chosen if (layer, expert) not in cache.places]
+    return sorted(expert for one in cache.rounds(layer, chosen) for (_, expert), _ in one.loads)

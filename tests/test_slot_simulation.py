@@ -6,12 +6,13 @@ import math
 from contextlib import suppress
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 from model_goldens import FOLDER as GOLDENS
-from streaming import GREEDY, PROMPT, TINY, beside, mixtures_of, tokens
+from streaming import GREEDY, PROMPT, TINY, beside, mixtures_of, tiered, tokens
 
-from halfbyte import cli, fitting
+from halfbyte import cli, expert_shares, fitting
 from halfbyte.accounting import skeleton
 from halfbyte.cache import bytes_of
 from halfbyte.commands.plan import known_gpu, slots_beside
@@ -19,11 +20,14 @@ from halfbyte.commands.plan_trace import Gpu, beside_gpu
 from halfbyte.device_experts import AHEAD
 from halfbyte.engine import Engine, Request, logits
 from halfbyte.errors import NotEnoughMemory
+from halfbyte.expert_cache import POLICIES
+from halfbyte.expert_reader import ExpertReader
 from halfbyte.expert_shares import expert_bytes
 from halfbyte.fitting import TEXT, Allowed
 from halfbyte.loading import load_model
 from halfbyte.ops.dispatch import using
 from halfbyte.routes import Routes, Step
+from halfbyte.simulation import simulate
 from halfbyte.slot_simulation import Slots, simulate_slots
 from halfbyte.slots import CHOICE, State, assign_slots
 
@@ -228,9 +232,46 @@ def test_the_command(recorded, trace, six, capsys):
 def test_a_gpu_with_room_for_all(trace, capsys):
     _, text, _ = plan(capsys, trace, "--gpu-memory", "80GB", json_=False)
     assert "room for all experts, nothing is copied" in text
-    _, said, _ = plan(capsys, trace, "--gpu-memory", "80GB", "--expert-cache", "1MB")
+    _, said, _ = plan(capsys, trace, "--gpu-memory", "80GB")
     assert said["expert_slots"]["hit_rate"] == 1 and said["expert_slots"]["copied_bytes_per_token"] == 0
-    assert said["expert_caches"], "who asks for both gets both"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("slots", "held"), [(4, 4), (7, 5), (5, 40), (12, 16), (16, 4), (4, 128)])
+def test_a_simulation_of_three_tiers_is_the_run(recorded, policy, slots, held, monkeypatch):
+    """What slots on a device miss is asked of the cache in host memory, and what that misses is read from a disk of
+    which the system holds nothing."""
+    monkeypatch.setattr(ExpertReader, "take", lambda self, paths, starts, places: np.zeros(len(places), bool))
+    model = tiered(TINY, slots, held, policy)
+    tokens(model, 30)
+    residency, (shelf,) = model.residency, model.residency.below.shelves
+    monkeypatch.setattr(Routes, "tokens", lambda self, step: 1)  # what a run has read for a prompt counts
+    found = simulate(recorded, [shelf.share], policy, [slots] * 8)
+    assert (found.needed, found.read) == (residency.reads.needed, residency.reads.missing)
+    assert found.bytes_copied == residency.copied * EACH
+    assert found.bytes_read + found.bytes_ahead == residency.reads.bytes
+    assert list(found.by_layer) == list(residency.hit_rates.values())
+
+
+def test_the_command_with_a_disk_below(recorded, trace, six, capsys):
+    """A GPU, a cache in host memory and a disk in one: the same slots, fewer for the buffer that a run needs."""
+    budget, cache = str(six), str(30 * EACH)
+    _, said, _ = plan(capsys, trace, "--gpu-memory", budget, "--expert-cache", cache, "--copy-gbps", "0.5")
+    assert "expert_slots" not in said and [one["policy"] for one in said["expert_caches"]] == list(POLICIES)
+    slots = slots_beside(*skeleton(TINY)[1:], six, on_disk=True)
+    for one in said["expert_caches"]:
+        shares = expert_shares.plan(mixtures_of(TINY), 30 * EACH, 4)
+        expected = simulate(recorded, shares, one["policy"], slots)
+        assert one["slots_per_layer"] == slots and one["hit_rate"] == expected.hit_rate
+        assert one["copied_bytes_per_token"] == expected.bytes_copied / expected.tokens > 0
+        assert one["disk_bytes_per_token"] == expected.bytes_per_token > 0
+        speed = expected.tokens_per_second(math.inf, one["disk_bytes_per_second"], 5e8)
+        assert one["tokens_per_second_at_most"] == speed
+    _, text, _ = plan(capsys, trace, "--gpu-memory", budget, "--expert-cache", cache, json_=False)
+    assert f"slots for {slots[0]} of 16 experts a layer" in text and "copied and" in text
+    assert "if computing and copies took no time" in text
+    _, said, _ = plan(capsys, trace, "--gpu-memory", "80GB", "--expert-cache", cache)
+    assert said["expert_caches"][0]["slots_per_layer"] == [16] * 8
 
 
 def test_a_gpu_that_is_here(recorded, six):

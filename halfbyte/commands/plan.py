@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import NotEnoughMemory, size
 from .arguments import add_memory, allowed
 from .numbers import positive
-from .plan_trace import Gpu, beside_gpu, on_disk, recorded
+from .plan_trace import Above, Gpu, beside_gpu, on_disk, recorded
 from .pull import located
 from .terminal import show
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..accounting import Account
     from ..checkpoint.ledger import Ledger
     from ..fitting import Allowed, DeviceRoom
+    from ..routes import Routes
 
 STATE_ROUND_TRIP = 2  # recurrent states are read and written
 
@@ -31,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE",
         help="routes that `bench --record-routes` wrote: say what an expert cache would do with them, or with "
-        "--gpu-memory a GPU of that size beside experts in host memory",
+        "--gpu-memory a GPU of that size beside experts in host memory, with both all three tiers",
     )  # fmt: skip
     parser.add_argument(
         "--copy-gbps", type=positive, metavar="X",
@@ -86,20 +87,25 @@ def run(args: argparse.Namespace) -> int:
         values |= beside
         rows += described_beside(beside)
     if args.trace is not None:
-        trace, foretold = recorded(args.trace, checkpoint, ledger, account), []
-        if gpu is not None:
-            all_fit = room_beside(ledger, account, gpu.free).all_fit
-            slots = (
-                None if all_fit else slots_beside(ledger, account, gpu.free, on_disk=limits.expert_cache is not None)
-            )
-            foretold += [beside_gpu(trace, ledger, account, gpu, slots)]
-        if gpu is None or limits.expert_cache is not None:
-            foretold += [on_disk(trace, ledger, account, limits.expert_cache, bandwidth / moved)]
-        for found, lines in foretold:
-            values |= found
-            rows += lines
+        trace = recorded(args.trace, checkpoint, ledger, account)
+        found, lines = foretold(trace, ledger, account, limits, gpu, bandwidth / moved)
+        values |= found
+        rows += lines
     show(values, rows, args.json)
     return 0
+
+
+def foretold(
+    trace: Routes, ledger: Ledger, account: Account, limits: Allowed, gpu: Gpu | None, resident: float
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """What recorded routes say of the tiers that a run would have: it reads from disk where --expert-cache says so."""
+    if gpu is None:
+        return on_disk(trace, ledger, account, limits.expert_cache, resident)
+    if limits.expert_cache is not None:
+        slots = slots_beside(ledger, account, gpu.free, on_disk=True)
+        return on_disk(trace, ledger, account, limits.expert_cache, gpu.resident, Above(gpu, slots))
+    all_fit = room_beside(ledger, account, gpu.free).all_fit
+    return beside_gpu(trace, ledger, account, gpu, None if all_fit else slots_beside(ledger, account, gpu.free))
 
 
 def known_gpu(

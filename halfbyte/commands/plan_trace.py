@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..checkpoint.ledger import Ledger
     from ..routes import Routes
+    from ..simulation import Prediction
 
 PARTS = (0.1, 0.25, 0.5, 0.75)  # of all experts in memory, where no --expert-cache says how much
 LAYERS = 16  # whose hit rates stand in one line
@@ -26,6 +27,19 @@ class Gpu(NamedTuple):
     free: int  # bytes
     bus: float | None  # bytes a second from host memory
     resident: float | None  # tokens a second with all experts on it
+
+
+class Above(NamedTuple):
+    """A GPU over a cache in host memory over a disk."""
+
+    gpu: Gpu
+    slots: list[int]  # of each layer
+
+    def says(self, one: Prediction) -> dict[str, Any]:
+        return {
+            "gpu_memory_bytes": self.gpu.free, "slots_per_layer": self.slots,
+            "copied_bytes_per_token": one.bytes_copied / one.tokens, "bus_bytes_per_second": self.gpu.bus,
+        }  # fmt: skip
 
 
 def recorded(path: Path, checkpoint: Checkpoint, ledger: Ledger, account: Account) -> Routes:
@@ -42,8 +56,9 @@ def recorded(path: Path, checkpoint: Checkpoint, ledger: Ledger, account: Accoun
 
 
 def on_disk(
-    trace: Routes, ledger: Ledger, account: Account, cache: int | None, resident: float
-) -> tuple[dict[str, Any], Rows]:
+    trace: Routes, ledger: Ledger, account: Account, cache: int | None, resident: float | None,
+    above: Above | None = None,
+) -> tuple[dict[str, Any], Rows]:  # fmt: skip
     """What each policy would do, with the cache that was asked for or with several."""
     from .. import expert_shares, simulation
     from ..disk import expert_bandwidth
@@ -54,25 +69,36 @@ def on_disk(
     usual = sorted({max(round(part * account.experts), least) for part in PARTS})
     budgets = usual if cache is None else [cache]
     shares = [expert_shares.plan(mixtures, budget, account.experts_per_token) for budget in budgets]
-    disk = expert_bandwidth(ledger)
+    disk, bus = expert_bandwidth(ledger), above.gpu.bus if above else None
     found: list[dict[str, Any]] = []
     for share, policy in ((share, policy) for share in shares for policy in POLICIES):
-        one = simulation.simulate(trace, share, policy)
+        one = simulation.simulate(trace, share, policy, above.slots if above else None)
+        speed = one.tokens_per_second(resident or math.inf, disk, bus)
         found.append({
             "policy": policy, "cache_bytes": sum(part.nbytes for part in share), "hit_rate": one.hit_rate,
             "hit_rate_by_layer": one.by_layer, "disk_bytes_per_token": one.bytes_per_token,
-            "disk_bytes_per_second": disk, "tokens_per_second_at_most": one.tokens_per_second(resident, disk),
+            "disk_bytes_per_second": disk, "tokens_per_second_at_most": None if math.isinf(speed) else speed,
+            **(above.says(one) if above else {}),
         })  # fmt: skip
     rows = [("experts", f"{size(account.experts)}, read at {size(round(disk))}/s")]
-    rows += [(f"  {one['policy']}, {size(one['cache_bytes'])}", described(one)) for one in found]
+    if above:
+        held = f"slots for {between(above.slots)} of {account.expert_count} experts a layer"
+        rows.append(("on a GPU", f"{size(above.gpu.free)}: {held}"))
+    rows += [(f"  {one['policy']}, {size(one['cache_bytes'])}", described(one, resident)) for one in found]
     return {"expert_caches": found}, rows
 
 
-def described(one: dict[str, Any]) -> str:
-    return (
-        f"{one['hit_rate']:.1%} found in memory, {size(round(one['disk_bytes_per_token']))} read a token: "
-        f"{one['tokens_per_second_at_most']:.1f} tok/s at most"
-    )
+def described(one: dict[str, Any], resident: float | None) -> str:
+    copied = f"{size(round(one['copied_bytes_per_token']))} copied and " if "copied_bytes_per_token" in one else ""
+    free = ["computing"] * (resident is None) + ["copies"] * (bool(copied) and one["bus_bytes_per_second"] is None)
+    speed, took = one["tokens_per_second_at_most"], f", if {' and '.join(free)} took no time" if free else ""
+    at_most = "as fast as it computes" if speed is None else f"{speed:.1f} tok/s at most{took}"
+    read = f"{size(round(one['disk_bytes_per_token']))} read a token"
+    return f"{one['hit_rate']:.1%} found in memory, {copied}{read}: {at_most}"
+
+
+def between(slots: list[int]) -> str:
+    return f"{min(slots)}" if min(slots) == max(slots) else f"{min(slots)} to {max(slots)}"
 
 
 def beside_gpu(
@@ -103,9 +129,9 @@ def described_slots(found: dict[str, Any], experts: int, gpu: Gpu) -> Rows:
     slots, rates = found["slots_per_layer"], found["hit_rate_by_layer"]
     if min(slots) == experts:
         return [("on a GPU", f"{size(gpu.free)}: room for all experts, nothing is copied")]
-    few = f"{min(slots)}" if min(slots) == max(slots) else f"{min(slots)} to {max(slots)}"
+    held = f"slots for {between(slots)} of {experts} experts a layer, {size(found['slot_bytes'])}"
     rows = [
-        ("on a GPU", f"{size(gpu.free)}: slots for {few} of {experts} experts a layer, {size(found['slot_bytes'])}"),
+        ("on a GPU", f"{size(gpu.free)}: {held}"),
         ("  routes", f"{found['hit_rate']:.1%} found there, {copied(found)}: {speed(found, gpu)}"),
     ]
     for start in range(0, len(rates), LAYERS):
