@@ -31,6 +31,8 @@ APPLIES = {
     "rotate_and_append_latent": "deepseek_v3-4bit", "rotate_and_attend": "gemma4_moe-4bit",
 }  # fmt: skip
 BUILDS_ON = {"norm_first": ("add_to_stream",), "rotate_and_attend": ("rotate_and_append",)}
+# Lengths: the weights of four experts alone are near or far by luck, so there are more of them.
+TEXTS = {"qwen3_moe-4bit": [[12], [14], [17], [23], [27], [30]]}
 MODULES = (attention, cache_ops, experts, quant, recurrent, routing, rowwise)
 
 
@@ -176,7 +178,7 @@ def family(op):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fused_calls_are_as_accurate_as_their_parts(name, language):
     narrow = str(NARROW[language]).removeprefix("torch.")
-    for dtype, texts in (("float32", [[9, 30]]), (narrow, [[12], [14], [17], [23], [27], [30]])):
+    for dtype, texts in (("float32", [[9, 30]]), (narrow, TEXTS.get(name, [[17], [12]]))):
         traces = []
         for lengths in texts:
             step = recorded_step(name, dtype, lengths)
