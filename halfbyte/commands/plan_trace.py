@@ -82,8 +82,7 @@ def on_disk(
         })  # fmt: skip
     rows = [("experts", f"{size(account.experts)}, read at {size(round(disk))}/s")]
     if above:
-        held = f"slots for {between(above.slots)} of {account.expert_count} experts a layer"
-        rows.append(("on a GPU", f"{size(above.gpu.free)}: {held}"))
+        rows.append(("on a GPU", held(above.gpu, above.slots, account.expert_count)))
     rows += [(f"  {one['policy']}, {size(one['cache_bytes'])}", described(one, resident)) for one in found]
     return {"expert_caches": found}, rows
 
@@ -97,8 +96,9 @@ def described(one: dict[str, Any], resident: float | None) -> str:
     return f"{one['hit_rate']:.1%} found in memory, {copied}{read}: {at_most}"
 
 
-def between(slots: list[int]) -> str:
-    return f"{min(slots)}" if min(slots) == max(slots) else f"{min(slots)} to {max(slots)}"
+def held(gpu: Gpu, slots: list[int], experts: int) -> str:
+    few = f"{min(slots)}" if min(slots) == max(slots) else f"{min(slots)} to {max(slots)}"
+    return f"{size(gpu.free)}: slots for {few} of {experts} experts a layer"
 
 
 def beside_gpu(
@@ -129,9 +129,8 @@ def described_slots(found: dict[str, Any], experts: int, gpu: Gpu) -> Rows:
     slots, rates = found["slots_per_layer"], found["hit_rate_by_layer"]
     if min(slots) == experts:
         return [("on a GPU", f"{size(gpu.free)}: room for all experts, nothing is copied")]
-    held = f"slots for {between(slots)} of {experts} experts a layer, {size(found['slot_bytes'])}"
     rows = [
-        ("on a GPU", f"{size(gpu.free)}: {held}"),
+        ("on a GPU", f"{held(gpu, slots, experts)}, {size(found['slot_bytes'])}"),
         ("  routes", f"{found['hit_rate']:.1%} found there, {copied(found)}: {speed(found, gpu)}"),
     ]
     for start in range(0, len(rates), LAYERS):

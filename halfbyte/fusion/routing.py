@@ -8,6 +8,8 @@ from ..graph import Book, Call, addresses, call
 from ..ops.dispatch import find
 from .matching import language
 
+WEIGHED_BY = ("kind", "renormalise", "per_expert_scale", "scaling")  # of route's arguments, what else there may be
+
 
 def choose_experts(calls: list[Call]) -> list[Call]:
     """route(qmm(x, w)): one launch. Other results of the same projection may lie behind the logits."""
@@ -56,10 +58,9 @@ def routed_experts(calls: list[Call]) -> list[Call]:
             continue
         if not takes(x, ids, experts) or not chooses(logits, weights, route.kwargs):
             continue
-        settings = {**route.kwargs, "ids": ids, "out": (chosen.result, weights)}
-        replaced[chosen] = call(
-            "routed_experts", kernel, (x, logits, k, experts, *more), settings, (chosen.result, weights), ids,
-            (route, chosen),
-        )  # fmt: skip
+        out = (chosen.result, weights)
+        settings = {name: route.kwargs[name] for name in WEIGHED_BY if name in route.kwargs} | {"ids": ids, "out": out}
+        args = (x, logits, k, experts, *more)
+        replaced[chosen] = call("routed_experts", kernel, args, settings, out, ids, (route, chosen))
         dropped.add(route)
     return [replaced.get(one, one) for one in calls if one not in dropped]

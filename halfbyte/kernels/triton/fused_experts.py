@@ -35,7 +35,7 @@ def chooses(logits, weights, settings):
 
 def routed_experts(
     x, logits, k, experts, activation="silu", *, ids, kind="softmax", renormalise=True, per_expert_scale=None,
-    scaling=1.0, out, **_,
+    scaling=1.0, out,
 ):  # fmt: skip
     """route(logits, k) and expert_mlp: gate and up choose, and so does down, which leaves ids and weights for others.
 

@@ -403,7 +403,10 @@ def multiply_codes(x, ids, choice, w, up, shared, squares, activation, precise, 
 
 
 def chosen(x, ids, w, out, early=False, choice=None):
-    """out[t, a] = w[ids[t, a]] x[t], or x[t, a], for few tokens: each choice reads its expert's weights."""
+    """out[t, a] = w[ids[t, a]] x[t], or x[t, a], for few tokens: each choice reads its expert's weights.
+
+    `early` and `choice`: as in multiply.
+    """
     if ids.numel():
         y = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
         multiply(of_choices(x, ids), ids.contiguous(), w, y, early=early, choice=choice)
