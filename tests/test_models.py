@@ -40,6 +40,12 @@ def test_logits_are_those_of_mlx_lm(name, language):
 
 
 @every_model
+def test_steps_of_several_texts_give_them_too(name):
+    """On a GPU, where they are fused: `python tests/model_goldens.py --device cuda --streams 1 8`."""
+    assert problem(name, "cpu", "float32", streams=3) == ""
+
+
+@every_model
 def test_16_bits_keep_what_is_clear(name):
     assert problem(name, "cpu", "bfloat16") == ""
 
