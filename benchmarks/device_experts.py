@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -204,6 +205,12 @@ def gpu_for(folder, part):
     return round(max(least, (least - text - dense / TEXTS) * TEXTS / (TEXTS - 1))), account.experts
 
 
+def verdict(same):
+    """Says what had the bits of everything resident; the exit status, 1 where something had not."""
+    say("the same bits as resident:", ", ".join(f"{name} {'yes' if yes else 'NO'}" for name, yes in same.items()))
+    return 0 if all(same.values()) else 1
+
+
 def from_disk(args, folder):
     """The model of a folder with its experts on disk, in host memory and on the GPU, beside the same on the GPU."""
     ids = torch.randint(0, 100_000, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -230,8 +237,8 @@ def from_disk(args, folder):
     say(f"{residency.copied / reads.needed:.1%} over the bus; {size(reads.bytes)} read", end=" ")
     say(f"at {size(round(reads.bytes / reads.seconds))}/s")
     say(f"{1 / seconds:.1f} tok/s; all on the GPU, as written, {1 / resident:.1f}")
-    say("the same bits as resident:", ", ".join(f"{name} {'yes' if yes else 'NO'}" for name, yes in same.items()))
     residency.close()
+    return verdict(same)
 
 
 def main():
@@ -250,8 +257,7 @@ def main():
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made, "model")
             make(argparse.Namespace(folder=folder, gigabytes=(args.layers or 8) * LAYER / 1e9))
-            from_disk(args, folder)
-        return
+            return from_disk(args, folder)
     start = time.perf_counter()
     ids = torch.randint(0, 100_000, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     model = built(args.layers)
@@ -282,7 +288,7 @@ def main():
         same[f"their logits, {ahead} ahead"] = all(map(torch.equal, rows, other_rows))
         _, _, seconds, asked = answered(model, args.tokens)
         results.append(reported(residency, ahead, asked, args.tokens, seconds, resident, rate, kernel_rates[8]))
-    say("the same bits as resident:", ", ".join(f"{name} {'yes' if yes else 'NO'}" for name, yes in same.items()))
+    wrong = verdict(same)
     layers = len(residency.lenders)
     whole = sum(part.nbytes for part in residency.whole[0].layers[0]) * layers / rate
     say(f"prompt of {PROMPT}: {prompt * 1e3:.0f} ms ({PROMPT / prompt:.0f} tok/s); resident", end=" ")
@@ -299,7 +305,8 @@ def main():
             "decode": results,
         }
         Path(out, "device_experts.json").write_text(json.dumps(found, indent=1))
+    return wrong
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

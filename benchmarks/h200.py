@@ -31,6 +31,7 @@ NAMES = {
 PARTLY = ("DeepSeek-V3", "Qwen3.5-397B-A17B")  # too large for one GPU: some of their layers, fewer measurements
 SECTIONS = ("start", "check", "decode", "prefill", "profile")
 STREAMS, CONTEXTS, PROMPTS = (1, 8, 32), (1024, 32768), (512, 2048, 16384)
+BAD = ("WRONG", "FAILED", "NOT FINITE")  # in the last lines: the exit status is 1
 ROOM = 0.55  # of the GPU's memory that weights may take: caches need the rest
 
 
@@ -161,6 +162,7 @@ def summary(results):
         beside = max((row["beside_bytes"] for row in rows if "beside_bytes" in row), default=0)
         checks = ["right" if row["right"] else "WRONG" for row in rows if row["section"] == "check"]
         failed = [f"{row['section']} FAILED" for row in one["sections"] if "error" in row]
+        failed += [f"{row['section']} {row['shape']} NOT FINITE" for row in rows if not row.get("finite", True)]
         lines.append(f"{one['model']}, {one['layers']} layers: " + "; ".join([
             *checks, "decode tok/s (of floor) " + ", ".join(decodes), "prefill tok/s " + ", ".join(prompts),
             f"at most {beside / 1e9:.2f} GB beside weights and caches", *failed,
@@ -222,8 +224,10 @@ def main():
         torch.cuda.empty_cache()
         if args.json:
             Path(args.json).write_text(json.dumps({"machine": machine, "models": results}, indent=1))
-    say(f"\n{summary(results)}\n{args.limit - clock.left:.0f} s in all")
+    said = summary(results)
+    say(f"\n{said}\n{args.limit - clock.left:.0f} s in all")
+    return int(len(results) < len(names) or any(word in said for word in BAD))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
