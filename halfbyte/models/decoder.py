@@ -54,15 +54,20 @@ class Layer:
 
 
 class Decoder:
-    """ids -> logits. `context` is the longest text the model was made for; `kept` what its layers keep of a request."""
+    """ids -> logits. `context` is the longest text the model was made for; `kept` what its layers keep of a request.
 
-    def __init__(self, config: Config, weights: Weights, H: int, eps: float, *, tied: bool = False) -> None:
+    `own_head`: a head in the file counts, whatever the config says of tied ones.
+    """
+
+    def __init__(
+        self, config: Config, weights: Weights, H: int, eps: float, *, tied: bool = False, own_head: bool = False
+    ) -> None:
         self.model_type, self.device, self.dtype = config.model_type, weights.device, torch.float32
         self.vocabulary = config.integer("vocab_size", 1, limits.VOCABULARY)
         self.context = config.integer("max_position_embeddings", 1)
         self.embedding = Embedding(weights, "embed_tokens", self.vocabulary, H)
         self.norm = Norm(weights, "norm", H, eps)
-        self.tied = config.flag("tie_word_embeddings", default=tied)
+        self.tied = config.flag("tie_word_embeddings", default=tied) and not (own_head and "lm_head" in weights)
         self.head = self.embedding.project if self.tied else Linear(weights, "lm_head", self.vocabulary, H)
         if self.tied:
             weights.skip("lm_head")

@@ -31,15 +31,16 @@ class DeepseekV3(Decoder):
         config.must_be("attention_bias", False)
         config.must_be("topk_method", "noaux_tc")
         config.must_be("scoring_func", "sigmoid")
-        config.must_be("moe_layer_freq", 1)
         config.must_be("rope_interleave", True)
-        super().__init__(config, weights, H, eps)
-        self.expert_count = config.integer("n_routed_experts", 1, limits.EXPERTS)
-        self.experts_per_token = config.integer("num_experts_per_tok", 1, self.expert_count)
+        super().__init__(config, weights, H, eps, own_head=True)
+        self.expert_count = config.integer("n_routed_experts", 1, limits.EXPERTS, default=0)
+        if self.expert_count:
+            self.experts_per_token = config.integer("num_experts_per_tok", 1, self.expert_count)
         dense = config.integer("first_k_dense_replace", 0, limits.LAYERS, default=0)
+        every = config.integer("moe_layer_freq", 1, limits.LAYERS, default=1)
         for index, here in enumerate(self.places(config, weights)):
             mixer = LatentAttention(config, here / "self_attn", H)
-            if index < dense:
+            if not self.expert_count or index < dense or index % every:
                 mlp: MixtureBlock | GatedMLP = GatedMLP(
                     here / "mlp", H, config.integer("intermediate_size", 1, limits.HIDDEN * 8)
                 )
@@ -142,7 +143,8 @@ class SigmoidRouter:
             config.integer("n_group", 1, E, default=1),
             config.integer("topk_group", 1, E, default=1),
         )
-        self.renormalise = config.flag("norm_topk_prob", default=True)
+        # One expert alone counts by its score, as in DeepSeek's own code; transformers would make it 1.
+        self.renormalise = self.k > 1 and config.flag("norm_topk_prob", default=True)
         self.scaling = config.number("routed_scaling_factor", default=1.0)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
