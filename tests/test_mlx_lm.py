@@ -94,6 +94,11 @@ SAID = {
     "one expert": ("deepseek_v3", {"num_experts_per_tok": 1}),
     "every other layer": ("deepseek_v3", {"moe_layer_freq": 2, "num_hidden_layers": 4}),
     "no experts": ("deepseek_v3", {"n_routed_experts": None}),
+    "experts under a dense name": ("qwen3_5_moe", {"model_type": "qwen3_5"}),
+    "experts in every layer": ("qwen3_5_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 2}),
+    "no frequencies": ("qwen3_5", {"rope_parameters": ABSENT, "rope_theta": ABSENT}),
+    "no norm_topk_prob": ("qwen3_next", {"norm_topk_prob": ABSENT}),
+    "none of the experts": ("qwen3_moe", {"num_experts": 0}),
 }
 
 

@@ -16,7 +16,7 @@ class Qwen3(Decoder):
         config.must_be("use_sliding_window", False)
         super().__init__(config, weights, H, eps)
         turn = rotary.read(config, D, weights.device)
-        mixture = config.model_type == "qwen3_moe"
+        mixture = config.model_type == "qwen3_moe" and config.integer("num_experts", 0, limits.EXPERTS) > 0
         if mixture:
             self.expert_count, self.experts_per_token = expert_counts(config)
         dense = config.list_of("mlp_only_layers", int, default=[]) if mixture else []

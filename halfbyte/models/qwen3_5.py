@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import limits
 from ..cache import Kept
 from ..checkpoint import Weights
-from ..config import Config
+from ..config import REQUIRED, Config
 from ..ops.quant import Packed, qmm
 from ..ops.recurrent import causal_conv, delta_gates, gated_delta
 from ..ops.rowwise import rms_norm
@@ -18,7 +18,8 @@ from .decoder import Decoder, Layer, Mixer
 from .layers import Attention, GatedMLP, Linear, MixtureBlock, Norm, wide_on_cpu
 from .qwen3 import expert_counts, sizes, softmax_mixture
 
-DENSE = ("qwen3_5", "qwen3_5_text")
+DENSE = ("qwen3_5", "qwen3_5_text")  # by name: files of mlx-lm may have experts all the same
+THETA = 1e5  # of Qwen3.5, where rope_parameters do not say; files of mlx-lm rely on it
 QK_EPS = 1e-6  # added to the sum of squares of a query or key, not to their mean
 
 
@@ -27,19 +28,24 @@ class Qwen3_5(Decoder):
         H, heads, kv_heads, D, eps = sizes(config)
         config.must_be("attn_output_gate", True)
         super().__init__(config, weights, H, eps)
-        turn = rotary.read(config, D, weights.device, partial=0.25)
-        mixture = config.model_type not in DENSE and config.integer("num_experts", 0, limits.EXPERTS) > 0
+        older = config.model_type == "qwen3_next"
+        turn = rotary.read(config, D, weights.device, partial=0.25, theta=1e4 if older else THETA)
+        usual = 0 if config.model_type in DENSE else REQUIRED
+        mixture = config.integer("num_experts", 0, limits.EXPERTS, default=usual) > 0
         if mixture:
             self.expert_count, self.experts_per_token = expert_counts(config)
-        dense = config.list_of("mlp_only_layers", int, default=[])
-        every = config.integer("decoder_sparse_step", 1, limits.LAYERS, default=1)
+        # Qwen3.5 has no layers without experts, whatever its config says.
+        dense = config.list_of("mlp_only_layers", int, default=[]) if older else []
+        every = config.integer("decoder_sparse_step", 1, limits.LAYERS, default=1) if older else 1
         for index, (kind, here) in enumerate(zip(self.kinds(config), self.places(config, weights), strict=True)):
             if kind == "full_attention":
                 mixer: Mixer = Attention(here / "self_attn", H, heads, kv_heads, D, eps, turn, gated=True)
             else:
                 mixer = GatedDeltaNet(config, here / "linear_attn", H, eps)
             if mixture and index not in dense and (index + 1) % every == 0:
-                mlp: MixtureBlock | GatedMLP = softmax_mixture(config, here / "mlp", H, renormalise=True, shared=True)
+                mlp: MixtureBlock | GatedMLP = softmax_mixture(
+                    config, here / "mlp", H, renormalise=not older, shared=True
+                )
             else:
                 mlp = GatedMLP(here / "mlp", H, config.integer("intermediate_size", 1, limits.HIDDEN * 8))
             self.layers.append(Layer(here, H, eps, mixer, mlp))
