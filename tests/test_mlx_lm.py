@@ -88,6 +88,7 @@ def assert_the_same(model, config, folder):
 
 
 ABSENT = object()
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 # What configs may say beside what the tiny models have, and what it means where they say nothing.
 SAID = {
     "a head in the file": ("deepseek_v3", {"tie_word_embeddings": True}),
@@ -98,6 +99,11 @@ SAID = {
     "experts in every layer": ("qwen3_5_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 2}),
     "no frequencies": ("qwen3_5", {"rope_parameters": ABSENT, "rope_theta": ABSENT}),
     "no norm_topk_prob": ("qwen3_next", {"norm_topk_prob": ABSENT}),
+    "longer texts": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": ABSENT, "rope_scaling": YARN},
+    ),
+    "rope_parameters first": ("qwen3_5", {"rope_scaling": YARN}),
     "none of the experts": ("qwen3_moe", {"num_experts": 0}),
 }
 

@@ -29,7 +29,8 @@ class Qwen3_5(Decoder):
         config.must_be("attn_output_gate", True)
         super().__init__(config, weights, H, eps)
         older = config.model_type == "qwen3_next"
-        turn = rotary.read(config, D, weights.device, partial=0.25, theta=1e4 if older else THETA)
+        said = rotary.section(config) if older else config.section("rope_parameters") or rotary.section(config)
+        turn = rotary.read(config, D, weights.device, partial=0.25, theta=1e4 if older else THETA, settings=said)
         usual = 0 if config.model_type in DENSE else REQUIRED
         mixture = config.integer("num_experts", 0, limits.EXPERTS, default=usual) > 0
         if mixture:

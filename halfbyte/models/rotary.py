@@ -24,8 +24,8 @@ class Rope:
 
 
 def section(config: Config) -> Config:
-    """Where a config keeps its rotary settings: rope_parameters, or rope_scaling beside a rope_theta of its own."""
-    return config.section("rope_parameters") or config.section("rope_scaling")
+    """Where a config keeps its rotary settings: rope_scaling, which people add for longer texts, or rope_parameters."""
+    return config.section("rope_scaling") or config.section("rope_parameters")
 
 
 def read(
@@ -41,9 +41,10 @@ def read(
     """The rotary positions of heads of D channels. theta and partial count where the config has none."""
     said = section(config) if settings is None else settings
     kind = said.text("rope_type", default=None) or said.text("type", default="default")
-    theta = said.number("rope_theta", 1.0, default=config.number("rope_theta", 1.0, default=theta))
-    share = config.number("partial_rotary_factor", 0.0, 1.0, default=partial)
-    share = said.number("partial_rotary_factor", 0.0, 1.0, default=share)
+    share = partial
+    for place in (config.section("rope_parameters"), config, said):  # the last one that says it counts
+        theta = place.number("rope_theta", 1.0, default=theta)
+        share = place.number("partial_rotary_factor", 0.0, 1.0, default=share)
     rotary = int(D * share)
     if rotary < 2 or rotary % 2:
         said.refuse("partial_rotary_factor", f"{share} of {D} channels is {rotary}, which are no pairs")
