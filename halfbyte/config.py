@@ -92,6 +92,10 @@ class Config:
     def __bool__(self) -> bool:
         return bool(self.values)
 
+    def usual(self, key: str, absent: T, null: D) -> T | D:
+        """The default of a key for which null is not the same as no word at all."""
+        return null if key in self.values else absent
+
     def integer(self, key: str, low: int = 0, high: int = limits.CONTEXT, default: D | _Required = REQUIRED) -> int | D:
         def fits(value: Any) -> bool:
             return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high

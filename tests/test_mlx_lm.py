@@ -104,6 +104,28 @@ SAID = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": ABSENT, "rope_scaling": YARN},
     ),
     "rope_parameters first": ("qwen3_5", {"rope_scaling": YARN}),
+    "traditional": ("gemma4_moe", {"rope_traditional": True}),
+    "heads turn whole": (
+        "gemma4_moe",
+        {"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor": 0.25},
+    ),
+    "no softcapping": ("gemma4_moe", {"final_logit_softcapping": None}),
+    "as ever": (
+        "gemma4_moe",
+        dict.fromkeys(
+            [
+                "final_logit_softcapping",
+                "global_head_dim",
+                "num_global_key_value_heads",
+                "sliding_window_pattern",
+                "layer_types",
+                "tie_word_embeddings",
+            ],
+            ABSENT,
+        ),
+    ),
+    "as ever, E": ("gemma4_e", dict.fromkeys(["hidden_size_per_layer_input", "use_double_wide_mlp"], ABSENT)),
+    "nothing said of no inputs": ("gemma4_moe", {"hidden_size_per_layer_input": None, "global_head_dim": None}),
     "none of the experts": ("qwen3_moe", {"num_experts": 0}),
 }
 

@@ -29,12 +29,16 @@ class Gemma4(Decoder):
         config.must_be("attention_bias", False)
         config.must_be("use_bidirectional_attention", (None, "vision"), default=None)
         super().__init__(config, weights, self.H, self.eps, tied=True)
-        self.cap = config.number("final_logit_softcapping", 0.0, default=None)
+        # mlx-lm's files leave out what it takes for granted. Those of Hugging Face have every key, some of them null.
+        self.cap = config.number(
+            "final_logit_softcapping", 0.0, default=config.usual("final_logit_softcapping", 30.0, None)
+        )
         kinds = self.kinds(config)
         shared = config.integer("num_kv_shared_layers", 0, len(kinds) - 1, default=0)
         owners = {kind: index for index, kind in enumerate(kinds[: len(kinds) - shared])}
         self.owner = [index if index < len(kinds) - shared else owners[kind] for index, kind in enumerate(kinds)]
-        self.own_width = config.integer("hidden_size_per_layer_input", 0, limits.HIDDEN, default=0)
+        usual = config.usual("hidden_size_per_layer_input", 256, 0)
+        self.own_width = config.integer("hidden_size_per_layer_input", 0, limits.HIDDEN, default=usual)
         if self.own_width:
             total = len(kinds) * self.own_width
             self.own_table = weights.linear(
@@ -53,7 +57,7 @@ class Gemma4(Decoder):
     @staticmethod
     def kinds(config: Config) -> list[str]:
         count = config.integer("num_hidden_layers", 1, limits.LAYERS)
-        pattern = config.integer("sliding_window_pattern", 1, limits.LAYERS, default=6)
+        pattern = config.integer("sliding_window_pattern", 1, limits.LAYERS, default=5)
         usual = [SLIDING if (i + 1) % pattern else FULL for i in range(count)]
         kinds = config.list_of("layer_types", str, count, default=usual)
         if unknown := set(kinds) - {SLIDING, FULL}:
@@ -96,7 +100,8 @@ class GemmaLayer:
         self.attention = GemmaAttention(config, weights / "self_attn", kind, H, eps, reads)
         self.before, self.after = norm("input_layernorm"), norm("post_attention_layernorm")
         self.before_mlp, self.after_mlp = norm("pre_feedforward_layernorm"), norm("post_feedforward_layernorm")
-        wide = 2 if reads and config.flag("use_double_wide_mlp", default=False) else 1
+        usual = config.usual("use_double_wide_mlp", True, False)
+        wide = 2 if reads and config.flag("use_double_wide_mlp", default=usual) else 1
         self.mlp = GatedMLP(
             weights / "mlp", H, wide * config.integer("intermediate_size", 1, limits.HIDDEN * 8), ACTIVATION
         )

@@ -32,7 +32,8 @@ class GemmaAttention:
         full, self.reads, self.eps = kind == FULL, reads, eps
         self.heads, self.D = config.integer("num_attention_heads", 1, 4096), config.integer("head_dim", 1, 512)
         self.kv_heads = config.integer("num_key_value_heads", 1, 4096)
-        self.D = config.integer("global_head_dim", 1, 512, default=self.D) if full else self.D
+        if full:
+            self.D = config.integer("global_head_dim", 1, 512, default=config.usual("global_head_dim", 512, self.D))
         keys_only = full and config.flag("attention_k_eq_v", default=False)
         if keys_only:
             self.kv_heads = config.integer("num_global_key_value_heads", 1, 4096, default=self.kv_heads)
@@ -51,8 +52,10 @@ class GemmaAttention:
                 Norm(weights, "k_norm", self.D, eps),
             )
             self.v = None if keys_only else Linear(weights, "v_proj", self.kv_heads * self.D, H)
-        said = config.section("rope_parameters").section(kind) or Config(config.path, ROPE[kind])
-        self.rope = rotary.read(config, self.D, weights.device, settings=said)
+        given = config.section("rope_parameters")
+        said = given.section(kind) if given else Config(config.path, ROPE[kind])
+        pairs = config.flag("rope_traditional", default=False)
+        self.rope = rotary.read(said, self.D, weights.device, interleaved=pairs, whole=True, settings=said)
 
     @property
     def kept(self) -> Kept:

@@ -36,15 +36,20 @@ def read(
     theta: float = 10000.0,
     partial: float = 1.0,
     interleaved: bool = False,
+    whole: bool = False,
     settings: Config | None = None,
 ) -> Rope:
-    """The rotary positions of heads of D channels. theta and partial count where the config has none."""
+    """The rotary positions of heads of D channels. theta and partial count where the config has none.
+
+    `whole`: all channels turn, unless they are spread proportionally.
+    """
     said = section(config) if settings is None else settings
     kind = said.text("rope_type", default=None) or said.text("type", default="default")
     share = partial
     for place in (config.section("rope_parameters"), config, said):  # the last one that says it counts
         theta = place.number("rope_theta", 1.0, default=theta)
         share = place.number("partial_rotary_factor", 0.0, 1.0, default=share)
+    share = 1.0 if whole and kind != "proportional" else share
     rotary = int(D * share)
     if rotary < 2 or rotary % 2:
         said.refuse("partial_rotary_factor", f"{share} of {D} channels is {rotary}, which are no pairs")
