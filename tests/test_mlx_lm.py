@@ -37,6 +37,8 @@ def build(config, seed=0):
             return values / 2
         if name.endswith("e_score_correction_bias"):
             return abs(values) / 2  # below 0, mlx-lm may choose an expert of a group that it has ruled out
+        if name.endswith(".bias"):
+            return values / 2
         return values * (old.shape[-1] if "conv1d" not in name else 2) ** -0.5 * 1.5
 
     named = [(name, mx.array(random(name, old))) for name, old in tree_flatten(model.parameters())]
@@ -126,6 +128,10 @@ SAID = {
     ),
     "as ever, E": ("gemma4_e", dict.fromkeys(["hidden_size_per_layer_input", "use_double_wide_mlp"], ABSENT)),
     "nothing said of no inputs": ("gemma4_moe", {"hidden_size_per_layer_input": None, "global_head_dim": None}),
+    "biases, DeepSeek": ("deepseek_v3", {"attention_bias": True}),
+    "biases, and no lower rank": ("deepseek_v3", {"attention_bias": True, "q_lora_rank": None}),
+    "biases, Qwen3.5": ("qwen3_5_moe", {"attention_bias": True}),
+    "biases, Qwen3-Next": ("qwen3_next", {"attention_bias": True}),
     "none of the experts": ("qwen3_moe", {"num_experts": 0}),
 }
 

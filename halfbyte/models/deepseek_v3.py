@@ -28,7 +28,6 @@ class DeepseekV3(Decoder):
     def __init__(self, config: Config, weights: Weights) -> None:
         H, eps = config.integer("hidden_size", 1, limits.HIDDEN), config.number("rms_norm_eps", 0.0, 1.0)
         config.must_be("hidden_act", "silu")
-        config.must_be("attention_bias", False)
         config.must_be("topk_method", "noaux_tc")
         config.must_be("scoring_func", "sigmoid")
         config.must_be("rope_interleave", True)
@@ -55,17 +54,18 @@ class LatentAttention:
         self.rank, self.turned = config.integer("kv_lora_rank", 1, 512), config.integer("qk_rope_head_dim", 2, 512)
         self.nope, self.v = config.integer("qk_nope_head_dim", 1, 512), config.integer("v_head_dim", 1, 512)
         width, q_rank = self.heads * (self.nope + self.turned), config.integer("q_lora_rank", 1, default=None)
+        biased = config.flag("attention_bias", default=False)
         if q_rank is None:
             self.q_norm, self.q = None, Linear(weights, "q_proj", width, H)
         else:
             self.q_a, self.q_norm = (
-                Linear(weights, "q_a_proj", q_rank, H),
+                Linear(weights, "q_a_proj", q_rank, H, biased),
                 Norm(weights, "q_a_layernorm", q_rank, INNER_EPS),
             )
             self.q = Linear(weights, "q_b_proj", width, q_rank)
-        self.kv_a = Linear(weights, "kv_a_proj_with_mqa", self.rank + self.turned, H)
+        self.kv_a = Linear(weights, "kv_a_proj_with_mqa", self.rank + self.turned, H, biased)
         self.kv_norm = Norm(weights, "kv_a_layernorm", self.rank, INNER_EPS)
-        self.o = Linear(weights, "o_proj", H, self.heads * self.v)
+        self.o = Linear(weights, "o_proj", H, self.heads * self.v, biased)
         self.inward, self.outward, self.inward_transposed = self._absorbed(weights)
         self.rope = rotary.read(config, self.turned, weights.device, interleaved=True)
         said = rotary.section(config)

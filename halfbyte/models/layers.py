@@ -29,13 +29,15 @@ def wide_on_cpu(weight: Tensor) -> Tensor:
 
 
 class Linear:
-    """y = x wᵀ, for a quantised or a dense weight [N, K]."""
+    """y = x wᵀ, for a quantised or a dense weight [N, K]; `biased`, + bias [N]."""
 
-    def __init__(self, weights: Weights, name: str, N: int, K: int) -> None:
+    def __init__(self, weights: Weights, name: str, N: int, K: int, biased: bool = False) -> None:
         self.weight = weights.linear(name, N, K)
+        self.bias = wide_on_cpu(weights.tensor(f"{name}.bias", N)) if biased else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return qmm(x, self.weight)
+        y = qmm(x, self.weight)
+        return y if self.bias is None else (y + self.bias).to(y.dtype)
 
 
 class Embedding:
@@ -123,16 +125,26 @@ class SoftmaxRouter:
 class Attention:
     """Grouped-query attention with normalised queries and keys; `gated` multiplies its output by sigmoid(gate).
 
-    Gated, the query projection holds [query | gate] for each head.
+    Gated, the query projection holds [query | gate] for each head. `biased`: all four projections have a bias.
     """
 
     def __init__(
-        self, weights: Weights, H: int, heads: int, kv_heads: int, D: int, eps: float, rope: Rope, gated: bool = False
+        self,
+        weights: Weights,
+        H: int,
+        heads: int,
+        kv_heads: int,
+        D: int,
+        eps: float,
+        rope: Rope,
+        *,
+        gated: bool = False,
+        biased: bool = False,
     ) -> None:
         self.heads, self.kv_heads, self.D, self.gated, self.rope = heads, kv_heads, D, gated, rope
-        self.q = Linear(weights, "q_proj", heads * D * (2 if gated else 1), H)
-        self.k, self.v = Linear(weights, "k_proj", kv_heads * D, H), Linear(weights, "v_proj", kv_heads * D, H)
-        self.o = Linear(weights, "o_proj", H, heads * D)
+        self.q = Linear(weights, "q_proj", heads * D * (2 if gated else 1), H, biased)
+        self.k, self.v = (Linear(weights, name, kv_heads * D, H, biased) for name in ("k_proj", "v_proj"))
+        self.o = Linear(weights, "o_proj", H, heads * D, biased)
         self.q_norm, self.k_norm = Norm(weights, "q_norm", D, eps), Norm(weights, "k_norm", D, eps)
 
     @property

@@ -15,14 +15,14 @@ class Qwen3(Decoder):
         H, heads, kv_heads, D, eps = sizes(config)
         config.must_be("use_sliding_window", False)
         super().__init__(config, weights, H, eps)
-        turn = rotary.read(config, D, weights.device)
+        turn, biased = rotary.read(config, D, weights.device), config.flag("attention_bias", default=False)
         mixture = config.model_type == "qwen3_moe" and config.integer("num_experts", 0, limits.EXPERTS) > 0
         if mixture:
             self.expert_count, self.experts_per_token = expert_counts(config)
         dense = config.list_of("mlp_only_layers", int, default=[]) if mixture else []
         every = config.integer("decoder_sparse_step", 1, limits.LAYERS, default=1) if mixture else 1
         for index, here in enumerate(self.places(config, weights)):
-            mixer = Attention(here / "self_attn", H, heads, kv_heads, D, eps, turn)
+            mixer = Attention(here / "self_attn", H, heads, kv_heads, D, eps, turn, biased=biased)
             if mixture and index not in dense and (index + 1) % every == 0:
                 mlp: MixtureBlock | GatedMLP = softmax_mixture(config, here / "mlp", H)
             else:
@@ -33,7 +33,6 @@ class Qwen3(Decoder):
 def sizes(config: Config) -> tuple[int, int, int, int, float]:
     """Width, query heads, key and value heads, head size, eps: what every Qwen3 says in the same words."""
     config.must_be("hidden_act", "silu")
-    config.must_be("attention_bias", False)
     H, heads = config.integer("hidden_size", 1, limits.HIDDEN), config.integer("num_attention_heads", 1, 4096)
     kv_heads = config.integer("num_key_value_heads", 1, 4096, default=heads)
     D = config.integer("head_dim", 1, 512, default=H // heads)

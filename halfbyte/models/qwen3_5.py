@@ -33,6 +33,7 @@ class Qwen3_5(Decoder):
         turn = rotary.read(config, D, weights.device, partial=0.25, theta=1e4 if older else THETA, settings=said)
         usual = 0 if config.model_type in DENSE else REQUIRED
         mixture = config.integer("num_experts", 0, limits.EXPERTS, default=usual) > 0
+        biased = config.flag("attention_bias", default=False)
         if mixture:
             self.expert_count, self.experts_per_token = expert_counts(config)
         # Qwen3.5 has no layers without experts, whatever its config says.
@@ -40,7 +41,9 @@ class Qwen3_5(Decoder):
         every = config.integer("decoder_sparse_step", 1, limits.LAYERS, default=1) if older else 1
         for index, (kind, here) in enumerate(zip(self.kinds(config), self.places(config, weights), strict=True)):
             if kind == "full_attention":
-                mixer: Mixer = Attention(here / "self_attn", H, heads, kv_heads, D, eps, turn, gated=True)
+                mixer: Mixer = Attention(
+                    here / "self_attn", H, heads, kv_heads, D, eps, turn, gated=True, biased=biased
+                )
             else:
                 mixer = GatedDeltaNet(config, here / "linear_attn", H, eps)
             if mixture and index not in dense and (index + 1) % every == 0:
