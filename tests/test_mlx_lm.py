@@ -105,6 +105,11 @@ SAID = {
         "qwen3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": ABSENT, "rope_scaling": YARN},
     ),
+    "llama3": (
+        "qwen3",
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}},
+    ),
+    "dynamic": ("qwen3_next", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}),
     "rope_parameters first": ("qwen3_5", {"rope_scaling": YARN}),
     "traditional": ("gemma4_moe", {"rope_traditional": True}),
     "heads turn whole": (

@@ -10,6 +10,8 @@ from torch import Tensor
 from ..config import Config
 from ..ops.rowwise import rope
 
+KINDS = "default, linear, dynamic, llama3, yarn and proportional"
+
 
 class Rope:
     """Pairs of channels turned by position · inv_freq. `scale` multiplies what is turned (YaRN's temperature)."""
@@ -55,10 +57,17 @@ def read(
         said.refuse("partial_rotary_factor", f"{share} of {D} channels is {rotary}, which are no pairs")
     inv_freq, scale = frequencies(theta, rotary), 1.0
     match kind:
-        case "default" | "mrope":  # the three axes of mrope are one and the same for text
-            pass
+        case "default" | "mrope" | "dynamic":
+            pass  # the three axes of mrope are one and the same for text; dynamic begins where the context ends
         case "linear":
             inv_freq = inv_freq / said.number("factor", 1e-3)
+        case "llama3":
+            original, low = (
+                said.integer("original_max_position_embeddings", 1, default=8192),
+                said.number("low_freq_factor", 1e-6, default=1.0),
+            )
+            high = said.number("high_freq_factor", low + 1e-6, default=4.0)
+            inv_freq = llama3(inv_freq, said.number("factor", 1e-3), original, low, high)
         case "yarn" | "deepseek_yarn":
             factor = said.number("factor", 1.0)
             inv_freq = yarn(
@@ -75,7 +84,7 @@ def read(
             inv_freq[rotary // 2 :] = 0
             rotary, inv_freq = D, inv_freq / said.number("factor", 1e-3, default=1.0)
         case _:
-            said.refuse("rope_type", f"{kind!r} is not implemented; default, linear, yarn and proportional are")
+            said.refuse("rope_type", f"{kind!r} is not implemented; {KINDS} are")
     home = torch.device("cpu") if device.type == "mps" else device  # an Apple GPU has no float64: see rope
     return Rope(inv_freq.to(home), rotary=rotary, interleaved=interleaved, scale=scale)
 
@@ -99,6 +108,13 @@ def yarn(theta: float, rotary: int, factor: float, original: int, beta_fast: flo
     ramp = ((place - low) / (high - low if high != low else 0.001)).clamp(0, 1)
     plain = frequencies(theta, rotary)
     return plain * (1 - ramp) + plain / factor * ramp
+
+
+def llama3(plain: Tensor, factor: float, original: int, low: float, high: float) -> Tensor:
+    """Pairs that turn at least `high` times within the original context as they are, those that turn at most `low`
+    times slower by `factor`, and a ramp between them."""
+    ramp = ((original * plain / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return plain * ramp + plain / factor * (1 - ramp)
 
 
 def yarn_scale(factor: float, mscale: float) -> float:
