@@ -26,6 +26,9 @@ PROPERTIES = {
     "at": {"type": "array"},
     "maybe": {"type": ["string", "null"]},
     "open": {},
+    "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},  # as Pydantic writes Optional[int]
+    "name": {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+    "level": {"enum": [1, 2]},
 }
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": PROPERTIES}}}]
 
@@ -119,6 +122,21 @@ CASES = [
             '{"city": "7", "exact": true, "at": [1, "x"], "maybe": null, "open": "7", "days": "soon", "other": "[1]"}',
         ),
     ),
+    (
+        "types of a choice",
+        CODER,
+        "<tool_call><function=weather><parameter=limit>5</parameter><parameter=name>5</parameter>"
+        "<parameter=level>2</parameter></function></tool_call>",
+        call("weather", '{"limit": 5, "name": "5", "level": 2}'),
+    ),
+    (
+        "None as templates print it",
+        CODER,
+        "<tool_call><function=weather><parameter=days>None</parameter><parameter=limit>None</parameter>"
+        "<parameter=maybe>None</parameter><parameter=city>None</parameter><parameter=open>None</parameter>"
+        "</function></tool_call>",
+        call("weather", '{"days": null, "limit": null, "maybe": null, "city": "None", "open": "None"}'),
+    ),
     ("no parameters", CODER, "<tool_call>\n<function=f>\n</function>\n</tool_call>", call("f", "{}")),
     (
         "lines, quotes and tags in a value",
@@ -155,6 +173,12 @@ CASES = [
             "f",
             '{"a": [1, "x", []], "b": {"c": true, "d": null, "e": {}}, "g": -1500.0, "h": "word", "i": "json"}',
         ),
+    ),
+    (
+        "gemma's null, as its template prints it",
+        GEMMA,
+        '<|tool_call>call:f{a:None,b:[None,<|"|>None<|"|>],None:1}<tool_call|>',
+        call("f", '{"a": null, "b": [null, "None"], "None": 1}'),
     ),
     ("gemma, cut off", GEMMA, '<|tool_call>call:f{a:<|"|>x', call("f", '{a:<|"|>x')),
     ("gemma, not a call", GEMMA, "<|tool_call>x<tool_call|>", [text("<|tool_call>x<tool_call|>")]),

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 Piece = tuple[str, str]
 Tools = Sequence[Mapping[str, Any]]
+PRINTED_NULL = "None"  # templates show a model its own calls so
+NAMES = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
 
 
 class Call(Protocol):
@@ -198,7 +200,8 @@ class BracedCall:
             return items, at + 1
         bare = re.compile(r"[^,}\]]*").match(text, at)
         assert bare is not None  # it matches nothing too
-        return _loaded(bare[0].strip()), bare.end()
+        word = bare[0].strip()
+        return (None if word == PRINTED_NULL else _loaded(word)), bare.end()
 
     def _key(self, text: str, at: int) -> tuple[str, int]:
         end = text.index(":", at)
@@ -225,14 +228,29 @@ def _typed(text: str, schema: Any) -> Any:
     """What a parameter's text stands for by its schema; without one, and in doubt, text."""
     if not isinstance(schema, Mapping):
         return text
-    kind = schema.get("type")
-    kinds = set(kind) if isinstance(kind, list) else {kind}
+    kinds = _kinds(schema)
     if text == "null" and kinds != {"string"}:
+        return None
+    if text == PRINTED_NULL and kinds and ("null" in kinds or "string" not in kinds):
         return None
     if text in ("True", "False") and "boolean" in kinds:  # as templates print them
         return text == "True"
     value = text if "string" in kinds else _loaded(text)
-    return value if kinds != {None} or isinstance(value, dict | list) else text
+    return value if kinds or isinstance(value, dict | list) else text
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema names, also as a choice of schemas or of values; none where it leaves that open."""
+    said = schema.get("type")
+    kinds = {kind for kind in (said if isinstance(said, list) else [said]) if isinstance(kind, str)}
+    for name in ("anyOf", "oneOf"):
+        choices = schema.get(name)
+        for choice in choices if isinstance(choices, list) else ():
+            kinds |= _kinds(choice) if isinstance(choice, Mapping) else set()
+    values = schema.get("enum")
+    if not kinds and isinstance(values, list):
+        kinds = {NAMES.get(type(value), "string") for value in values}
+    return kinds
 
 
 def _loaded(text: str) -> Any:
