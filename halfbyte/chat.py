@@ -71,6 +71,22 @@ class Tokenizer:
     def bos_id(self) -> int | None:
         return self.tokens.token_to_id(self.bos_token) if self.bos_token is not None else None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template that most use; None is a base model. Under the name that mlx-lm's scripts ask for, as below."""
+        return self.templates.get("default")
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self.eos_ids
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's own end of text, where it ends replies; else the first that does."""
+        named = self.named.get("eos_token")
+        own = self.tokens.token_to_id(named) if named is not None else None
+        return own if own in self.eos_ids else min(self.eos_ids, default=None)
+
     def encode(self, text: str, special: bool = False) -> list[int]:
         """The ids of a text, nothing added. Control tokens in it are text, or themselves where `special` says so."""
         return self.controls.encode_trusted(clean(text)) if special else self.controls.encode_text(text)

@@ -60,10 +60,13 @@ class BatchStats:
 
 @dataclass(frozen=True)
 class BatchResponse:
+    """`token_ids` are without the token that ended a reply; `logprobs`, where asked for, are those of these tokens."""
+
     texts: list[str]
     stats: BatchStats
     token_ids: list[list[int]]
     finish_reasons: list[str]
+    logprobs: list[list[float]] | None = None
 
 
 def generate(model: Decoder, tokenizer: Tokenizer, prompt: Prompt, verbose: bool = False, **options: Any) -> str:
@@ -76,13 +79,17 @@ def generate(model: Decoder, tokenizer: Tokenizer, prompt: Prompt, verbose: bool
             print(response.text, end="", flush=True)
     if verbose and response is not None:
         print()
-        print(
-            f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
-            f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec\n"
-            f"Peak memory: {response.peak_memory:.3f} GB",
-            file=sys.stderr,
-        )
+        _say_speed(response)
     return "".join(pieces)
+
+
+def _say_speed(of: GenerationResponse | BatchStats) -> None:
+    print(
+        f"Prompt: {of.prompt_tokens} tokens, {of.prompt_tps:.3f} tokens-per-sec\n"
+        f"Generation: {of.generation_tokens} tokens, {of.generation_tps:.3f} tokens-per-sec\n"
+        f"Peak memory: {of.peak_memory:.3f} GB",
+        file=sys.stderr,
+    )
 
 
 def stream_generate(
@@ -156,57 +163,94 @@ def _responses(
             )  # fmt: skip
 
 
+class _Row:
+    """One reply of a batch, as it comes."""
+
+    def __init__(self, request: Request, decoder: Any) -> None:
+        self.request, self.decoder = request, decoder
+        self.text, self.ids, self.scores = "", list[int](), list[float]()
+
+    def take(self, token: int, logits: Tensor) -> None:
+        if token in self.request.stop_ids:
+            return
+        self.text += self.decoder.push(token)
+        self.ids.append(token)
+        if self.request.wants_logits:
+            self.scores.append(float(torch.log_softmax(logits.float(), -1)[token]))
+
+
 def batch_generate(
     model: Decoder,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     prompt_caches: None = None,
     max_tokens: int | Sequence[int] = 128,
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = True,
+    return_logprobs: bool = False,
     *,
+    sampler: Chooser | None = None,
+    logits_processors: Sequence[Processor] | None = None,
     completion_batch_size: int = 32,
     prefill_step_size: int | None = None,
     stop: str | Sequence[str] = (),
     **sampling: Any,
 ) -> BatchResponse:
-    """The replies to several prompts, computed together. On a CPU each is the reply it would be alone, bit for bit."""
-    if prompt_caches is not None:
-        raise ValueError("batch_generate: prompt_caches are not taken; stream_generate goes on with a prompt_cache")
+    """The replies to several prompts, computed together. On a CPU each is the reply it would be alone, bit for bit.
+
+    Arguments are mlx-lm's, options those of stream_generate. Token ids are returned whatever `return_token_ids` says;
+    `verbose` says on standard error how fast it was.
+    """
+    if prompt_caches is not None or return_prompt_caches:
+        name = "return_prompt_caches" if prompt_caches is None else "prompt_caches"
+        raise ValueError(f"batch_generate: {name} is not taken; stream_generate goes on with a prompt_cache")
     all_ids = [_ids(tokenizer, prompt) for prompt in prompts]
     most = [max_tokens] * len(all_ids) if isinstance(max_tokens, int) else list(max_tokens)
     rooms = [_room(model, len(ids), limit) for ids, limit in zip(all_ids, most, strict=True)]
     params = SamplingParams.of(tokenizer.generation_config, **sampling)
     requests = [
-        Request(ids, room, params, tokenizer.eos_ids, keeps=False, wants_logits=False)
+        Request(
+            ids, room, params, tokenizer.eos_ids, logits_processors or (), sampler,
+            keeps=False, wants_logits=return_logprobs,
+        )
         for ids, room in zip(all_ids, rooms, strict=True)
-    ]
-    decoders = {id(request): tokenizer.decoder(stop) for request in requests}
-    texts = {id(request): "" for request in requests}
+    ]  # fmt: skip
+    rows = [_Row(request, tokenizer.decoder(stop)) for request in requests]
     longest = max((len(ids) + room for ids, room in zip(all_ids, rooms, strict=True)), default=0)
-    slots = max(min(completion_batch_size, len(requests)), 1)
+    slots = max(min(completion_batch_size, len(rows)), 1)
     compile_kernels(model)
-    engine = Engine(model, model.new_cache(slots, longest, prefill_step_size))
-    for request in requests:
-        engine.submit(request)
+    stats = _run(Engine(model, model.new_cache(slots, longest, prefill_step_size)), rows)
+    if verbose:
+        _say_speed(stats)
+    return BatchResponse(
+        [row.text + row.decoder.finish() for row in rows],
+        stats,
+        [row.ids for row in rows],
+        [row.request.finish_reason or "length" for row in rows],
+        [row.scores for row in rows] if return_logprobs else None,
+    )
+
+
+def _run(engine: Engine, rows: list[_Row]) -> BatchStats:
+    """Have an engine answer all rows."""
+    by_request = {id(row.request): row for row in rows}
+    for row in rows:
+        engine.submit(row.request)
     spent = {True: 0.0, False: 0.0}  # seconds of steps that computed a prompt, and of the others
     while engine.busy:
-        start, before = time.perf_counter(), sum(request.computed for request in requests)
-        for request, token, _ in engine.step():
-            decoder = decoders[id(request)]
-            texts[id(request)] += "" if token in tokenizer.eos_ids else decoder.push(token)
-            if decoder.stopped is not None:
+        start, before = time.perf_counter(), sum(row.request.computed for row in rows)
+        for request, token, logits in engine.step():
+            row = by_request[id(request)]
+            row.take(token, logits)
+            if row.decoder.stopped is not None:
                 engine.cancel(request, "stop")
-        spent[sum(request.computed for request in requests) > before] += time.perf_counter() - start
-    prompted, made = sum(map(len, all_ids)), sum(len(request.made) for request in requests)
-    stats = BatchStats(
+        spent[sum(row.request.computed for row in rows) > before] += time.perf_counter() - start
+    prompted, made = sum(len(row.request.prompt) for row in rows), sum(len(row.request.made) for row in rows)
+    return BatchStats(
         prompted, prompted / spent[True] if prompted else 0.0, made, made / (sum(spent.values()) or 1.0),
-        peak(model.device) / 1e9,
+        peak(engine.model.device) / 1e9,
     )  # fmt: skip
-    return BatchResponse(
-        [texts[id(request)] + decoders[id(request)].finish() for request in requests],
-        stats,
-        [request.made for request in requests],
-        [request.finish_reason or "length" for request in requests],
-    )
 
 
 def _new_cache(model: Decoder, chunk: int | None) -> Cache:
@@ -222,9 +266,12 @@ def _ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 
 
 def _room(model: Decoder, length: int, max_tokens: int) -> int:
-    """How many tokens may follow: what is asked for, as far as the model's context goes."""
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be 1 or more, got {max_tokens}")
+    """How many tokens may follow: what is asked for, as far as the model's context goes; -1 asks for all of that."""
+    if max_tokens < 1 and max_tokens != -1:
+        raise ValueError(
+            f"max_tokens must be 1 or more, or -1 for as many as the context has room for, got {max_tokens}"
+        )
     if length >= model.context:
         raise ValueError(f"the prompt has {length} tokens, and the model's context is {model.context}: shorten it")
-    return min(max_tokens, model.context - length)
+    room = model.context - length
+    return room if max_tokens == -1 else min(max_tokens, room)

@@ -67,6 +67,25 @@ def test_generate_is_the_whole_text(loaded, capsys):
     assert "tokens-per-sec" in said.err
 
 
+def test_the_script_that_stands_in_every_model_card_of_mlx_community(loaded):
+    """As mlx-lm writes it (create_model_card), but for the import."""
+    model, tokenizer = loaded
+    prompt = "hello"
+    if tokenizer.chat_template is not None:
+        messages = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    ids = tokenizer.chat_ids([{"role": "user", "content": "hello"}])
+    assert prompt == ids and "hello" in tokenizer.chat_template.replace("message.content", "hello")
+    assert halfbyte.generate(model, tokenizer, prompt=prompt, max_tokens=3) == tokenizer.decode(greedy(3, tuple(ids)))
+
+
+def test_the_tokenizer_has_the_names_that_scripts_ask_for(loaded):
+    tokenizer = loaded[1]
+    assert tokenizer.eos_token_ids == tokenizer.eos_ids and tokenizer.eos_token_id in tokenizer.eos_ids
+    bare = Tokenizer(tokenizer.tokens, {}, {}, [], {}, tokenizer.vocab_size)
+    assert (bare.chat_template, bare.eos_token_id, bare.eos_token_ids) == (None, None, frozenset())
+
+
 def test_a_text_prompt_is_tokenised(loaded):
     model, tokenizer = loaded
     by_text = halfbyte.generate(model, tokenizer, "The quick", max_tokens=5)
@@ -116,6 +135,32 @@ def test_a_batch_larger_than_its_slots(loaded):
     assert halfbyte.batch_generate(model, tokenizer, []).texts == []
 
 
+def test_a_batch_takes_what_mlx_lms_takes(loaded, capsys):
+    """Its arguments in its order; the token that ended a reply is none of it."""
+    model, tokenizer = loaded
+    third = greedy(9)[2]
+    ending = Tokenizer(tokenizer.tokens, tokenizer.named, tokenizer.templates, [third], {}, tokenizer.vocab_size)
+    batch = halfbyte.batch_generate(model, ending, [[5, 6, 7], [9] * 30], None, [9, 4], True, False, True, True)
+    assert batch.token_ids == [greedy(9)[:2], greedy(4, (9,) * 30)] and batch.finish_reasons == ["stop", "length"]
+    assert [len(row) for row in batch.logprobs] == [2, 4]
+    scores = torch.log_softmax(logits(model, [5, 6, 7])[0][-1], -1)
+    assert batch.logprobs[0][0] == pytest.approx(float(scores.max()))
+    assert "tokens-per-sec" in capsys.readouterr().err
+    chosen = halfbyte.batch_generate(
+        model, tokenizer, [[5, 6, 7]], max_tokens=1, sampler=lambda scores: scores.argmin(-1)
+    )
+    assert chosen.token_ids == [[int(scores.argmin())]] and chosen.logprobs is None
+    with pytest.raises(ValueError, match="return_prompt_caches"):
+        halfbyte.batch_generate(model, tokenizer, [[5]], return_prompt_caches=True)
+
+
+def test_minus_one_is_no_limit(loaded):
+    model, tokenizer = loaded
+    ids = [5] * (model.context - 20)
+    answers = list(halfbyte.stream_generate(model, tokenizer, ids, max_tokens=-1))
+    assert len(answers) <= 20 and answers[-1].finish_reason in ("stop", "length")
+
+
 def test_a_prompt_cache_goes_on(loaded):
     model, tokenizer = loaded
     kept = model.new_cache()
@@ -154,7 +199,8 @@ def test_progress_of_a_prompt(loaded):
     [
         ([], {}, "prompt is empty"),
         ([512], {}, "from 0 to 511"),
-        ([1], {"max_tokens": 0}, "max_tokens must be 1 or more"),
+        ([1], {"max_tokens": 0}, "max_tokens must be 1 or more, or -1"),
+        ([1], {"max_tokens": -2}, "max_tokens must be 1 or more, or -1"),
         ([1], {"temperature": float("nan")}, "temperature"),
         ([1], {"temprature": 1.0}, "temprature"),
         ([1] * 99999, {}, "context is"),
