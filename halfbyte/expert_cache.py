@@ -58,6 +58,14 @@ class Round(NamedTuple):
     loads: list[tuple[Key, int]]
 
 
+def busy_last(before: Round, last: Round, chosen: int) -> list[Key]:
+    """What may be computed with while the next layer's experts are read: the last round. Both, where they are all that
+    was chosen: a run that does not have to wait computes them in one go, and what it has to wait for decides nothing.
+    """
+    together = before.keys + last.keys
+    return together if len(together) == chosen else last.keys
+
+
 class ExpertCache:
     """So many slots, for the experts of all layers that use them. One thread owns it."""
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .expert_cache import POLICIES, ExpertCache, certain
+from .expert_cache import POLICIES, ExpertCache, Round, busy_last, certain
 from .expert_shares import Share
 from .foresight import by_votes
 from .routes import Routes
@@ -70,7 +70,8 @@ def simulate(routes: Routes, shares: Sequence[Share], policy: str, slots: Sequen
             read[layer] += reply * sum(len(one.loads) for one in rounds)
             if likely:
                 at = of_layer[following]
-                loads = caches[at].ahead(following, likely, rounds[-1].keys)
+                before, last = [Round([], []), *rounds][-2:]
+                loads = caches[at].ahead(following, likely, busy_last(before, last, len(chosen)))
                 bytes_ahead += reply * len(loads) * shares[at].expert_bytes
     bytes_read, bytes_copied = (
         sum(count * shares[of_layer[layer]].expert_bytes for layer, count in enumerate(counts))

@@ -22,7 +22,7 @@ from . import memory
 from .checkpoint.ledger import Mixture
 from .checkpoint.spans import Span
 from .errors import CheckpointError, StorageError
-from .expert_cache import POLICIES, ExpertCache, Key, Round
+from .expert_cache import POLICIES, ExpertCache, Key, Round, busy_last
 from .expert_reader import ExpertReader, Integers, Range, address_of
 from .expert_shares import Form, Part, Share, parts_of
 from .ops.experts import Experts, Lender, Loan, Projection
@@ -132,17 +132,18 @@ class StoredExperts(Lender):
         try:
             rounds = cache.rounds(self.layer, chosen)
             now = next(rounds)
+            busy = now.keys
             for later in rounds:
-                left = self._taken(later.loads)
-                if not left and len(now.keys) + len(later.keys) == len(chosen):  # all of it is here: in one go
-                    now = Round(now.keys + later.keys, [])
+                left, busy = self._taken(later.loads), busy_last(now, later, len(chosen))
+                if not left and len(busy) == len(chosen):  # all of it is here: in one go
+                    now = Round(busy, [])
                     break
                 with self._reading(left):
                     if now.keys:
                         yield self._loan(ids, flat, now.keys, len(chosen))
                 now = later
             if self.following is not None and self.likely:
-                self.ahead.begin(self.following, self.likely, now.keys)
+                self.ahead.begin(self.following, self.likely, busy)
                 self.likely = []
             if now.keys:
                 yield self._loan(ids, flat, now.keys, len(chosen))

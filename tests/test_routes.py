@@ -4,11 +4,12 @@ import argparse
 import json
 
 import pytest
-from streaming import TINY, budget_of, mixtures_of, tokens
+from streaming import GREEDY, PROMPT, TINY, budget_of, mixtures_of, tokens
 
-from halfbyte import cli, disk, routes
+from halfbyte import cli, disk, expert_reader, routes
 from halfbyte.accounting import skeleton
 from halfbyte.commands.numbers import byte_count
+from halfbyte.engine import Engine, Request
 from halfbyte.errors import CheckpointError
 from halfbyte.expert_cache import POLICIES
 from halfbyte.expert_shares import plan
@@ -103,6 +104,23 @@ def test_a_simulation_is_the_run(recorded, policy, slots):
     if slots == 128:
         read = model.residency.reads.missing + shelf.cache.read_ahead.total()
         assert predicted.hit_rate > 0.9 and read == len(shelf.cache.places)
+
+
+@pytest.mark.parametrize("flags", sorted({expert_reader.NOWAIT, 0}), ids=lambda flags: "warm" if flags else "cold")
+@pytest.mark.parametrize("slots", [5, 6, 13, 40])
+def test_what_is_read_ahead_does_not_depend_on_what_the_system_has_in_memory(monkeypatch, flags, slots):
+    """Steps of one token each, so that every read is one that was foretold."""
+    monkeypatch.setattr(expert_reader, "NOWAIT", flags)
+    model = load_model(TINY, expert_cache=budget_of(TINY, slots), expert_policy="lfu-ahead")
+    found = of(model)
+    with recording(found, model):
+        engine = Engine(model, model.new_cache(1, 24))
+        engine.submit(Request(PROMPT[:1], 20, GREEDY))
+        while engine.busy:
+            engine.step()
+    predicted, (shelf,) = simulate(found, model.residency.shares, "lfu-ahead"), model.residency.shelves
+    ahead = shelf.cache.read_ahead.total() * shelf.share.expert_bytes
+    assert (predicted.read, predicted.bytes_ahead) == (model.residency.reads.missing, ahead) and ahead
 
 
 def test_speed_is_that_of_memory_and_disk_together(recorded):
