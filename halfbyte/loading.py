@@ -67,6 +67,11 @@ def load_model(
     if expert_cache is not None:
         allowed = replace(allowed, expert_cache=expert_cache)
     residency: Residency | DeviceResidency | TieredResidency | None = None
+    if load == "map" and (allowed.limited or allowed.expert_cache is not None):
+        raise UsageError(
+            "weights that stay in the files (map) take what memory the system gives them: "
+            "an expert cache and limits on memory are for weights that are read"
+        )
     if load != "map":
         allowed.restrict(target)
         if target.type == "cpu":

@@ -178,6 +178,13 @@ def test_flags_reach_the_loading(capsys):
     assert "may take 1.0 MB; they need" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--expert-cache", "--ram", "--memory-limit"])
+def test_a_map_keeps_to_no_limit_and_says_so(flag, capsys):
+    """What is mapped is in memory as the system likes: nobody may think that a limit holds."""
+    assert cli.main(["generate", "tiny", "--prompt", "x", "-n", "1", "--load", "map", flag, "1GB"]) == 2
+    assert "limits on memory are for weights that are read" in capsys.readouterr().err
+
+
 def test_reads_past_the_system_say_the_same(resident, copied):
     """Also at the end of a file that is no multiple of a page; and a file that is cut is found out."""
     assert shard(copied).stat().st_size % 4096
