@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from typing import Any, NoReturn
 
@@ -15,12 +16,18 @@ FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("na
 REMEDY = " Download the file again."
 
 
-def parse(data: bytes, where: str, *, depth: int = limits.JSON_DEPTH, remedy: str = REMEDY) -> Any:
-    """The value in `data`. Numbers may be non-finite: bare, as Python writes them, or {"__float__": "NaN"} (mlx)."""
+def parse(
+    data: bytes, where: str, *, depth: int = limits.JSON_DEPTH, remedy: str = REMEDY, finite: bool = False
+) -> Any:
+    """The value in `data`. Numbers may be non-finite: bare, as Python writes them, or {"__float__": "NaN"} (mlx).
+
+    `finite`: they may not, and an object is what it says.
+    """
+    hooks: dict[str, Any] = {"object_pairs_hook": _object, "parse_constant": FLOATS.__getitem__}
+    if finite:
+        hooks = {"object_pairs_hook": _distinct, "parse_constant": _no_number, "parse_float": _finite}
     try:
-        value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer, parse_constant=FLOATS.__getitem__
-        )
+        value = json.loads(data.decode("utf-8"), parse_int=_integer, **hooks)
         _bound_depth(value, depth)
         return value
     except UnicodeDecodeError as error:
@@ -49,6 +56,10 @@ def _object(pairs: list[tuple[str, Any]]) -> Any:
         if not isinstance(pairs[0][1], str) or pairs[0][1] not in FLOATS:
             raise _Rejected(f'"__float__" must be one of {", ".join(FLOATS)}, it is {shown(pairs[0][1])}')
         return FLOATS[pairs[0][1]]
+    return _distinct(pairs)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
@@ -60,6 +71,16 @@ def _integer(digits: str) -> int:
     if len(digits) > limits.INTEGER_DIGITS:
         raise _Rejected(f"an integer of {len(digits)} digits")
     return int(digits)
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise _Rejected("a number of it is too large")
+    return value
+
+
+def _no_number(name: str) -> NoReturn:
+    raise _Rejected(f"{name} is not JSON")
 
 
 def _bound_depth(value: Any, most: int) -> None:

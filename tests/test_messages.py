@@ -8,6 +8,7 @@ import pytest
 from serving import CHAT, serving, tool_caller
 
 import halfbyte
+from halfbyte.server import messages
 
 KEY = "key-of-the-tests"
 ASK = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -138,6 +139,12 @@ def test_tokens_are_counted(client, ask):
     took = ask(**wish, max_tokens=1).usage
     assert counted == took.input_tokens + took.cache_read_input_tokens
     assert counted > client.messages.count_tokens(model="caller", messages=ASK).input_tokens
+
+
+@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": 1e999}', "[1]", "{", '"a"'])
+def test_arguments_that_are_no_object_of_json_are_text(text):
+    assert messages._input(text) == {"arguments": text}
+    assert messages._input('{"a": 1}') == {"a": 1} and messages._input("") == {}
 
 
 @pytest.mark.parametrize(

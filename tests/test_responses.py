@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from serving import CHAT, error, serving, tool_caller
+from serving import CHAT, error, events, serving, tool_caller
 
 import halfbyte
 
@@ -119,6 +119,15 @@ def test_a_schema_is_followed(ask):
     form = {"type": "json_schema", "name": "hour", "schema": PARAMETERS, "strict": True}
     reply = ask(text={"format": form}, temperature=1, max_output_tokens=200, extra_body={"seed": 1})
     assert 0 <= json.loads(reply.output_text)["hour"] < 24 and reply.status == "completed"
+
+
+@pytest.mark.parametrize("stream", ["false", "true"])
+def test_half_a_character_is_repeated_as_a_whole_one(server, stream):
+    half = '"half \\ud800"'
+    body = f'{{"input": {half}, "instructions": {half}, "metadata": {{{half}: "x"}}, "max_output_tokens": 1'
+    response = server.http.post("/v1/responses", content=f'{body}, "stream": {stream}}}')
+    said = events(response.text)[0]["response"] if stream == "true" else response.json()
+    assert response.status_code == 200 and (said["instructions"], said["metadata"]) == ("half ?", {"half ?": "x"})
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,12 @@ def test_one_call_is_the_last_where_calls_may_not_be_parallel(caller, stream):
             assert reply.choices[0].finish_reason == "tool_calls"
 
 
+def test_a_call_of_half_a_character_is_told(caller):
+    call = '<tool_call>\n{"name": "a\\ud800", "arguments": {}}\n</tool_call>'
+    response = caller.post(CHAT, {"messages": ASK, "tools": TOOLS, "max_tokens": 200, **saying(call)})
+    assert response.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "a?"
+
+
 def test_results_of_tools_are_taken_back(caller):
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     called = {"role": "assistant", "content": None, "tool_calls": [call]}

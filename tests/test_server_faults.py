@@ -140,6 +140,14 @@ def test_row_34_numbers_that_are_none(server, name, number):
     assert response.status_code == 400 and error(response)
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_row_34_not_even_where_nobody_reads_them(server, number):
+    """An answer may repeat what it was asked, and JSON cannot write these."""
+    body = f'{{"input": "Hi", "max_output_tokens": 1, "metadata": {{"a": {number}}}}}'
+    response = server.http.post("/v1/responses", content=body)
+    assert response.status_code == 400 and error(response)["code"] == "invalid_json"
+
+
 STOPS = {
     "many": ["a"] * 500_000, "empty": "", "one empty": [""], "long": ["x" * 1025], "very long": "x" * 1_000_000,
     "a number in it": [5], "a number": 7, "17": ["a"] * 17,

@@ -8,6 +8,8 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
+from starlette.responses import JSONResponse
+
 from ..chat import Tokenizer
 from ..jobs import Job, Piece, Token
 from .refusals import Refused
@@ -34,8 +36,19 @@ class Answer(Protocol):
 
 def event(value: Any, name: str = "") -> bytes:
     """A server-sent event."""
-    data = ENCODER.encode(value).encode("utf-8", "replace")
-    return (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + written(value) + b"\n\n"
+
+
+def written(value: Any) -> bytes:
+    """As JSON. Half a pair of surrogates, which somebody may have escaped, is no character: it becomes "?"."""
+    return ENCODER.encode(value).encode("utf-8", "replace")
+
+
+class Whole(JSONResponse):
+    """An answer in one."""
+
+    def render(self, content: Any) -> bytes:
+        return written(content)
 
 
 class OpenAI(ABC):
@@ -206,7 +219,7 @@ def usage(jobs: list[Job]) -> dict[str, Any]:
 
 def finite(logprob: float) -> float:
     """JSON has no infinity: -9999 stands for it, as in OpenAI's answers."""
-    return max(logprob, -9999.0)
+    return logprob if logprob > -9999.0 else -9999.0  # NaN, which a broken model may give, too
 
 
 def _call(name: str) -> dict[str, Any]:

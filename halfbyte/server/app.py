@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import metrics
 from . import messages, responses, schema, tables
-from .answers import Answer, ChatAnswer, CompletionAnswer
+from .answers import Answer, ChatAnswer, CompletionAnswer, Whole
 from .body import read_json
 from .gate import Gate
 from .messages import MessagesAnswer
@@ -130,7 +130,7 @@ class Api:
         answer = kind(self.name, service.tokenizer, wish, jobs)
         if wish.stream:
             return EventStream(service.desk, ticket, answer, self.settings.ping_seconds)
-        return JSONResponse(await whole(service.desk, ticket, answer, request.receive))
+        return Whole(await whole(service.desk, ticket, answer, request.receive))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model(name) for name in self.service.described.names]})

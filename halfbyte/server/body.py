@@ -48,6 +48,6 @@ async def read_json(request: Request, settings: Settings) -> Any:
 
 def parse(data: bytes, settings: Settings) -> Any:
     try:
-        return strict_json.parse(data, "The body", remedy="", depth=settings.max_json_depth)
+        return strict_json.parse(data, "The body", remedy="", depth=settings.max_json_depth, finite=True)
     except CheckpointError as error:
         raise Refused(400, str(error).strip(), code="invalid_json") from None

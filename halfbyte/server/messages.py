@@ -172,6 +172,7 @@ def _input(text: str) -> dict[str, Any]:
     """Arguments as an object, which the API wants; what is none is given as its text."""
     try:
         read = json.loads(text or "{}", strict=False)
+        json.dumps(read, allow_nan=False)  # nor is it one with numbers that JSON cannot write
     except (ValueError, RecursionError):
         read = None
     return read if isinstance(read, dict) else {"arguments": text}
