@@ -54,6 +54,12 @@ class Job:
     begun: float = field(default_factory=time.monotonic)
     last: float = 0.0  # when its newest token came
 
+    def said(self, text: str) -> list[Event]:
+        """What a text adds to the reply."""
+        if self.reply is not None:
+            return self.reply.push(text)
+        return [Event("text", text)] if text else []
+
 
 def resumed(request: Request) -> Request:
     """The same request, to be computed from its text again. Its draws depend on its seed and places, so they go on."""

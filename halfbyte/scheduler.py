@@ -26,7 +26,6 @@ from .models.decoder import Decoder
 from .prefixes import WORTH, Prefixes
 from .recordings import Recordings
 from .sampling import logprobs
-from .text.reply import Event
 
 log = logging.getLogger(__name__)
 FAILURES = 3  # steps in a row that raise: the device is broken, not a request
@@ -254,20 +253,17 @@ class Scheduler:
             piece.token = told(made.id, found)
         text = "" if made.id in self.stop_ids else job.decoder.push(made.id)
         ended = request.finish_reason
-        if job.constraint is not None:
-            job.constraint.push(made.id, thinking=job.reply is not None and job.reply.state == "reasoning")
-            ended = ended or ("stop" if job.constraint.complete else None)
         if job.decoder.stopped is not None:
             ended = "stop"
+        piece.events = job.said(text)
+        if job.constraint is not None:  # whose form begins with the token after the one that ends the reasoning
+            job.constraint.push(made.id, thinking=job.reply is not None and job.reply.state == "reasoning")
+            ended = ended or ("stop" if job.constraint.complete else None)
+        if job.reply is not None and job.single and job.reply.calls and job.reply.state != "call":
+            ended = ended or "stop"
         if ended is not None:
-            text += job.decoder.finish()
-        if job.reply is None:
-            piece.events = [Event("text", text)] if text else []
-        else:
-            piece.events = job.reply.push(text)
-            if job.single and job.reply.calls and job.reply.state != "call":
-                ended = ended or "stop"
-            piece.events += job.reply.finish() if ended is not None else []
+            piece.events += job.said(job.decoder.finish())
+            piece.events += job.reply.finish() if job.reply is not None else []
         piece.events, job.early = [*job.early, *piece.events], []
         piece.finish_reason = ended
         return piece

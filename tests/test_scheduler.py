@@ -10,12 +10,14 @@ from model_goldens import NAMES
 from test_models import model_of
 
 from halfbyte.engine import Request, logits
+from halfbyte.grammar import Constraint
 from halfbyte.jobs import Job
 from halfbyte.metrics import Histogram, text
 from halfbyte.prefixes import Prefixes, shared
 from halfbyte.sampling import SamplingParams
 from halfbyte.scheduler import QueueFull, Scheduler, Unwell
 from halfbyte.text.decoder import Decoder
+from halfbyte.text.reply import Reply, Syntax
 
 NAME = "qwen3_5_moe-4bit"
 
@@ -217,6 +219,44 @@ def test_a_stop_string_ends_a_job(start):
     scheduler.submit(one)
     desk.wait(one)
     assert desk.ids(one) == wanted[: wanted.index(wanted[3])] and desk.pieces[one][-1].finish_reason == "stop"
+
+
+class Only:
+    """A matcher of a form that is one token, again and again."""
+
+    def __init__(self, id, vocabulary):
+        self.id, self.vocabulary, self.taken = id, vocabulary, []
+
+    def compute_bitmask(self):
+        bits = bytearray(-(-self.vocabulary // 8))
+        bits[self.id // 8] = 1 << self.id % 8
+        return bytes(bits)
+
+    def consume_token(self, id):
+        self.taken.append(id)
+
+    def is_stopped(self):
+        return False
+
+    def is_error(self):
+        return False
+
+
+def test_a_form_begins_with_the_first_token_after_the_reasoning(start):
+    scheduler, desk = start()
+    prompt, vocabulary = prompt_of(20), model_of(NAME).vocabulary
+    thoughts = alone(prompt, 3)
+    one, matcher = job(prompt, 6), Only(5, vocabulary)
+    assert 5 not in thoughts and len(set(thoughts)) == 3
+    one.reply = Reply(Syntax(think=("<think>", f"{thoughts[-1]} ")), thinking=True)
+    one.constraint = Constraint(matcher, vocabulary)
+    one.constraint.active = False
+    one.request.processors = [lambda ids, logits: one.constraint.mask(logits)]
+    scheduler.submit(one)
+    desk.wait(one)
+    assert matcher.taken == one.request.made[3:] == [5, 5, 5]
+    said = [(event.kind, event.text) for piece in desk.pieces[one] for event in piece.events]
+    assert [kind for kind, _ in said] == ["reasoning", "reasoning", "text", "text", "text"]
 
 
 def test_draws_depend_on_the_seed_alone(start):
