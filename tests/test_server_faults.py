@@ -271,6 +271,25 @@ def test_row_38_tools(server, function):
     well(server)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"not": {"type": "string"}}, {"type": "object", "propertyNames": {"type": "string"}}, {"format": "color"},
+        {"type": "array", "uniqueItems": True}, {"if": {"const": 1}, "then": {"const": 1}},
+        {"type": "string", "pattern": "^(?!x)[a-z]+$"}, {"type": "object", "unevaluatedProperties": False},
+    ],
+    ids=lambda schema: next(reversed(schema)),
+)  # fmt: skip
+def test_row_38_a_tool_may_have_a_schema_that_no_reply_can_be_held_to(server, schema):
+    """As long as nobody insists on its call: the model reads it, that is all."""
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    response = server.post(CHAT, {**body, "tools": [{"type": "function", "function": function}]})
+    assert response.status_code == 200, response.text
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert error(server.post(CHAT, {**body, "response_format": form}))["code"] == "invalid_schema"
+
+
 def test_row_38_too_many_tools(server):
     assert refused(server, {"tools": [{"type": "function", "function": {"name": "f"}}] * 129})["param"] == "tools"
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from serving import CHAT, COMPLETIONS, ROOT, error, serving
@@ -125,11 +126,30 @@ def test_limits_of_templates(tmp_path, name):
 
 
 def test_a_schema_has_its_time(tmp_path):
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": list(range(9000))}}}
     with serving(tmp_path, "--schema-seconds", "0.00001") as server:
         response = server.post(CHAT, {"messages": [HI], "response_format": form})
         assert response.status_code == 400 and "too long" in error(response)["message"]
         assert server.post(CHAT, {"messages": [HI], "max_tokens": 1}).status_code == 200
+
+
+SLOW = """
+import time, llguidance
+def late(seconds, call):
+    return lambda *args, **more: (time.sleep(seconds), call(*args, **more))[1]
+llguidance.LLTokenizer = late(1, llguidance.LLTokenizer)
+llguidance.LLMatcher.grammar_from_json_schema = late(0.2, llguidance.LLMatcher.grammar_from_json_schema)
+"""
+
+
+def test_a_schema_has_its_time_for_itself(tmp_path):
+    """That in which others' schemas are compiled is not counted, nor what the first one has to wait for."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}
+    with serving(tmp_path, "--schema-seconds", "0.8", faults=SLOW) as server, ThreadPoolExecutor(60) as pool:
+        wishes = [{"response_format": form} if number % 2 else {"tools": [tool]} for number in range(60)]
+        asked = [pool.submit(server.post, CHAT, {"messages": [HI], "max_tokens": 1, **wish}) for wish in wishes]
+        assert [one.result().status_code for one in asked] == [200] * 60
 
 
 def test_a_reply_that_nobody_reads_has_its_buffer(tmp_path):

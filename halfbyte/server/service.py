@@ -13,7 +13,7 @@ from ..cache import Cache, bytes_of, padding_of
 from ..chat import Tokenizer
 from ..engine import Processor, Request
 from ..errors import NotEnoughMemory, size
-from ..grammar import Constraint, GrammarError, Grammars
+from ..grammar import Constraint, GrammarError, Grammars, check_offered
 from ..jobs import Job
 from ..memory import available
 from ..models.decoder import Decoder
@@ -67,20 +67,28 @@ class Service:
         return made
 
     async def _compiled(self, wish: Wish) -> Constraint | None:
+        if not wish.tools and wish.form is None:
+            return None
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
         def compile() -> Constraint | None:
+            loop.call_soon_threadsafe(begun.set)
             for tool in wish.tools:
-                self.grammars.check_schema(tool["function"].get("parameters") or {})
+                check_offered(tool["function"].get("parameters") or {})
             if wish.form is None and wish.forced is not None and self.tokenizer.syntax.call[0]:
                 syntax, term = self.tokenizer.syntax, self.grammars.term
                 rest = tools.rest(syntax, wish.tools, wish.forced, wish.single, term)
                 return self.grammars.constraint("grammar", rest)
             return self.grammars.constraint(*wish.form) if wish.form is not None else None
 
-        if not wish.tools and wish.form is None:
-            return None
+        if wish.form is not None or wish.forced is not None:
+            await asyncio.to_thread(self.grammars.prepare)
+        work = asyncio.ensure_future(asyncio.to_thread(compile))
+        work.add_done_callback(lambda _: begun.set())
+        await begun.wait()  # for a thread: the time of a schema does not run while others' are compiled
         try:
             async with asyncio.timeout(self.settings.schema_seconds):
-                return await asyncio.to_thread(compile)
+                return await work
         except GrammarError as error:
             param = "response_format" if wish.form is not None else "tools"
             raise Refused(400, f"A schema or grammar cannot be followed: {error}", param, "invalid_schema") from None
