@@ -41,6 +41,18 @@ def test_every_setting_is_a_flag_and_has_a_test():
     assert Settings(**{name: getattr(args, name) for name, *_ in Settings.flags()}) == Settings()
 
 
+@pytest.mark.parametrize("setting", Settings.flags(), ids=lambda setting: setting[0])
+def test_no_limit_can_be_nonsense(setting, capsys):
+    """It is refused before anything is loaded, in a sentence."""
+    name, kind, _, _, _, least = setting
+    flag = f"--{name.replace('_', '-')}"
+    for value in (least - 1, "x", *(() if kind is int else ("nan", "inf", *([0] if least else [])))):
+        with pytest.raises(SystemExit) as stopped:
+            parser().parse_args(["serve", f"{flag}={value}"])
+        assert stopped.value.code == 2 and f"argument {flag}: " in capsys.readouterr().err
+    assert getattr(parser().parse_args(["serve", f"{flag}={least}"]), name) == least
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

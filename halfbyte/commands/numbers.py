@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections.abc import Callable
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -35,6 +36,15 @@ def whole(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
     return int(text)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not (text.removeprefix("-").isdecimal() and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"must be {least} or more, got {text}")
+        return int(text)
+
+    return read
 
 
 def counts(text: str) -> list[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import size
 from . import arguments as shared
-from .numbers import whole
+from .numbers import at_least, positive, seconds, whole
 
 SHARED = ("device", "revision", "offline")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -47,9 +47,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_cpu_activations(parser)
     parser.add_argument("-t", "--threads", type=whole, metavar="N", help="CPU threads (default: one a core)")
     group = parser.add_argument_group("limits")
-    for name, kind, default, metavar, help in Settings.flags():
-        flag = f"--{name.replace('_', '-')}"
-        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{help} (default: {default:g})")
+    for name, kind, default, metavar, help, least in Settings.flags():
+        flag, read = f"--{name.replace('_', '-')}", at_least(least) if kind is int else positive if least else seconds
+        group.add_argument(flag, type=read, default=default, metavar=metavar, help=f"{help} (default: {default:g})")
 
 
 def run(args: argparse.Namespace) -> int:
