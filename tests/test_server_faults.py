@@ -356,6 +356,53 @@ def test_row_42_headers(server):
     well(server)
 
 
+CHUNKED = b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"hello\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        CHUNKED % CHAT.encode() + b"zz\r\n", CHUNKED % b"/health" + b"zz\r\n",
+    ],
+    ids=["text", "no host", "tls", "chunks", "chunks that nobody reads"],
+)  # fmt: skip
+def test_what_is_not_http_is_told_so(server, data):
+    before = server.log.count("Traceback")
+    head, _, body = server.raw(data, 5).partition(b"\r\n\r\n")
+    assert b" 400 " in head[:20] and b'"invalid_http"' in body
+    assert server.log.count("Traceback") == before
+    well(server)
+
+
+def test_nonsense_behind_an_answer_closes_the_connection(server):
+    before = server.log.count("Traceback")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
+        sock.sendall(CHUNKED % b"/nothing")
+        assert b" 401 " in sock.recv(4096)[:20]
+        sock.sendall(b"zz\r\n")
+        assert sock.recv(4096) == b""
+    assert server.log.count("Traceback") == before
+    well(server)
+
+
+@pytest.mark.timed
+def test_row_43_a_body_in_drops_is_not_waited_for(server):
+    start = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        sock.sendall(f"{HEAD}Content-Length: 1000\r\n\r\n".encode())
+        sock.settimeout(0.2)
+        while time.monotonic() - start < 8:
+            sock.sendall(b" ")
+            try:
+                assert b" 408 " in sock.recv(4096)[:20]
+                break
+            except TimeoutError:
+                continue
+    assert time.monotonic() - start < 6
+    well(server)
+
+
 @pytest.mark.timed
 def test_row_43_slow_clients_are_closed(server):
     socks = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]

@@ -82,7 +82,7 @@ def test_small_limits_of_size(server):
     assert error(server.post(COMPLETIONS, {"prompt": [5] * 400}))["code"] == "context_length_exceeded"
     lines = {f"x-{i}": "1" for i in range(20)}
     assert server.http.get("/health", headers=lines).status_code == 431
-    assert b" 400 " in server.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 20_000, 5)[:20]
+    assert b" 431 " in server.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 20_000, 5)[:20]
 
 
 def test_a_reply_has_its_default_length(server):
@@ -182,6 +182,9 @@ def test_a_reply_that_nobody_reads_has_its_buffer(tmp_path):
 
 def test_too_many_connections(server):
     idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(6)]
-    assert b" 503 " in server.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 5)[:20]
+    answer = server.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 5)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b" 503 " in head[:20] and b"retry-after: " in head.lower() and b"connection: close" in head.lower()
+    assert json.loads(body)["error"]["code"] == "too_many_connections"
     for sock in idle:
         sock.close()

@@ -13,11 +13,13 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import HalfbyteError
+from .refusals import Refused
 from .service import Service
 from .settings import Settings
 
@@ -35,9 +37,13 @@ class CannotListen(HalfbyteError):
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with a clock: headers must come in time, and a reader who takes nothing is dropped."""
+    """uvicorn's, with a clock: headers must come in time, and a reader who takes nothing is dropped.
+
+    And with our refusals: who is one too many, or does not speak HTTP, is told so as routes would.
+    """
 
     header_seconds = slow_reader_seconds = 0.0
+    max_connections = 0
     waiting: asyncio.TimerHandle | None = None  # for headers
     blocked: asyncio.TimerHandle | None = None  # by a reader
 
@@ -51,9 +57,28 @@ class Connection(H11Protocol):
 
     def handle_events(self) -> None:
         before = self.cycle
+        self.app = crowded if len(self.connections) > self.max_connections else self.config.loaded_app
         super().handle_events()
         if self.cycle is not before:
             self._stop("waiting")
+
+    def send_400_response(self, msg: str) -> None:
+        """The answer to what is not HTTP, unless another one is out already."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # a route that is at work has nobody to answer any more
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            status = getattr(sys.exception(), "error_status_hint", 400)  # 431: headers that do not end
+            refused = Refused(status, "This is not HTTP/1.1, or its headers are too large.", code="invalid_http")
+            answer = refused.response("")
+            headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+            sent = (
+                h11.Response(status_code=status, headers=headers),
+                h11.Data(data=bytes(answer.body)),
+                h11.EndOfMessage(),
+            )
+            self.transport.write(b"".join(self.conn.send(one) or b"" for one in sent))
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -74,6 +99,14 @@ class Connection(H11Protocol):
             if (timer := getattr(self, name)) is not None:
                 timer.cancel()
             setattr(self, name, None)
+
+
+async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application of a connection that is one too many."""
+    answer = Refused(503, "Too many connections are open. Try again soon.", code="too_many_connections")
+    response = answer.response(scope["path"])
+    response.headers["Connection"] = "close"
+    await response(scope, receive, send)
 
 
 class Process(uvicorn.Server):
@@ -158,11 +191,12 @@ def serve(app: ASGIApp, service: Service, sock: socket.socket, hold: list[Proces
     settings: Settings = service.settings
     limits: dict[str, Any] = {
         "header_seconds": settings.header_seconds, "slow_reader_seconds": settings.slow_reader_seconds,
+        "max_connections": settings.max_connections,
     }  # fmt: skip
     config = uvicorn.Config(
         app, http=type("Connection", (Connection,), limits), ws="none", lifespan="on", log_config=None,
         access_log=False, server_header=False, proxy_headers=False, backlog=BACKLOG,
-        limit_concurrency=settings.max_connections, timeout_keep_alive=5,
+        timeout_keep_alive=5,
         h11_max_incomplete_event_size=settings.max_header_kb * 1024,
         timeout_graceful_shutdown=int(settings.drain_seconds + LEAVE_SECONDS),
     )  # fmt: skip

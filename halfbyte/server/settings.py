@@ -31,7 +31,7 @@ class Settings:
     max_header_kb: int = limit(64, "of a request's headers", "KB")
     max_headers: int = limit(100, "lines of a request's headers")
     header_seconds: float = limit(
-        10.0, "a client may take to send its headers, and again for each part of its body", "S"
+        10.0, "a client may take to send its headers, and again for each 64 KB of its body", "S"
     )
     max_tokens_default: int = limit(1024, "of a reply that asks for no number")
     max_n: int = limit(8, "replies that one request may ask for, over all its prompts")
