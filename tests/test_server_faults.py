@@ -696,12 +696,15 @@ def test_an_unknown_model_route_or_method(server):
     assert refused(server, {"model": "../../etc/passwd"}, status=404)["code"] == "model_not_found"
     assert error(server.http.get("/v1/nothing")) and server.http.get("/v1/nothing").status_code == 404
     assert error(server.http.get(CHAT)) and server.http.get(CHAT).status_code == 405
+    assert server.http.get(CHAT).headers["allow"] == "POST"
 
 
 def test_listed_origins_may_call(tmp_path):
-    with serving(tmp_path, "--cors-origins", "https://page.example", "--allowed-hosts", "my.host", key=KEY) as server:
+    with serving(tmp_path, "--cors-origins", "https://page.example", "--allowed-hosts", "My.host", key=KEY) as server:
         asks = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
-        allowed = httpx2.options(server.address + CHAT, headers=asks)
+        own = "authorization,content-type,x-stainless-os,anthropic-version"  # as the clients' JavaScript sends them
+        allowed = httpx2.options(server.address + CHAT, headers={**asks, "Access-Control-Request-Headers": own})
+        assert allowed.status_code == 200 and allowed.headers["access-control-allow-headers"] == own
         assert allowed.headers["access-control-allow-origin"] == "https://page.example"
         evil = httpx2.options(server.address + CHAT, headers={**asks, "Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in evil.headers

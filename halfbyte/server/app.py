@@ -233,9 +233,9 @@ def create(
     routes += [Route(one.path, getattr(api, one.answer), methods=[one.method]) for one in OPERATIONS]
     middleware = [Middleware(Counted, counts=api.requests, routes=frozenset(route.path for route in routes))]
     if origins:
-        allowed = ["Authorization", "Content-Type", "X-API-Key"]
+        # Any header: clients of OpenAI and Anthropic send a dozen of their own, and none changes what is allowed here.
         middleware.append(
-            Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=allowed)
+            Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
         )
     middleware.append(Middleware(Gate, settings=service.settings, keys=keys, hosts=hosts, origins=origins))
     handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
@@ -263,7 +263,9 @@ async def _refused(request: Request, refused: Refused) -> Response:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     said = {404: "There is no such route.", 405: "This route takes another method."}.get(error.status_code, "Refused.")
-    return Refused(error.status_code, said).response(request.scope["path"])
+    response = Refused(error.status_code, said).response(request.scope["path"])
+    response.headers.update(error.headers or {})  # the methods that a route does take
+    return response
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -31,7 +31,7 @@ class Gate:
     ) -> None:
         self.app, self.settings = app, settings
         self.keys = [digest(key) for key in keys]
-        self.hosts, self.origins = frozenset(hosts), frozenset(origins)
+        self.hosts, self.origins = frozenset(host.lower() for host in hosts), frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
