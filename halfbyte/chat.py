@@ -102,6 +102,10 @@ class Tokenizer:
         text: str = self.tokens.decode(list(ids), skip_special_tokens=not special)
         return text
 
+    def token_bytes(self, id: int) -> bytes:
+        """What one token adds to a text: where characters span tokens, a part of one."""
+        return self._detokenizer().bytes_of(id)
+
     def decoder(self, stop: str | Iterable[str] | Stops = (), special: bool = True) -> Decoder:
         """What turns ids into text as they come; in the end it is what decode() gives."""
         return Decoder(self._detokenizer(), stop, hidden=() if special else self._special)

@@ -29,6 +29,15 @@ def test_each_tokenizer_gets_its_own(make, kind):
     assert type(detokenizer(make())()) is kind
 
 
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize("text", SENTENCES)
+def test_the_bytes_of_tokens_are_those_of_their_text(make, text):
+    tokenizer = make()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    data = b"".join(map(detokenizer(tokenizer)().bytes_of, ids))
+    assert data == tokenizer.decode(ids, skip_special_tokens=False).encode()
+
+
 @kinds
 @given(text=st.text(max_size=60) | st.sampled_from(SENTENCES))
 def test_streamed_text_is_the_decoded_text(make, text):

@@ -156,6 +156,19 @@ def test_logprobs(client, loaded):
     assert legacy.choices[0].logprobs.text_offset[0] == 0
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_character_of_several_tokens_is_put_together_from_their_bytes(client, loaded, stream):
+    wish = {"model": "tiny", "max_tokens": 20, "extra_body": {"grammar": 'start: "東 é"'}}
+    reply = client.chat.completions.create(**wish, messages=ASK, logprobs=True, top_logprobs=1, stream=stream)
+    choices = [chunk.choices[0] for chunk in reply] if stream else [reply.choices[0]]
+    told = [one for choice in choices if choice.logprobs for one in choice.logprobs.content]
+    assert b"".join(bytes(one.bytes) for one in told) == "東 é".encode() and len(told) == 6
+    legacy = client.completions.create(**wish, prompt="Once", logprobs=1, stream=stream)
+    choices = [chunk.choices[0] for chunk in legacy] if stream else [legacy.choices[0]]
+    offsets = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset]
+    assert offsets == [0, 0, 0, 1, 2, 2]
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.responses import JSONResponse
@@ -97,7 +100,7 @@ class OpenAI(ABC):
         """A piece as choices of chunks; none where there is nothing to say yet."""
 
     def _text(self, id: int) -> str:
-        return self.tokenizer.decode([id])
+        return self.tokenizer.token_bytes(id).decode("utf-8", "replace")
 
 
 class ChatAnswer(OpenAI):
@@ -169,8 +172,7 @@ class ChatAnswer(OpenAI):
         return {"content": content, "refusal": None}
 
     def _told(self, id: int, logprob: float) -> dict[str, Any]:
-        text = self._text(id)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+        return {"token": self._text(id), "logprob": finite(logprob), "bytes": list(self.tokenizer.token_bytes(id))}
 
 
 class CompletionAnswer(OpenAI):
@@ -178,7 +180,9 @@ class CompletionAnswer(OpenAI):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.offsets: dict[int, int] = {}  # characters of each reply so far
+        reader = partial(codecs.getincrementaldecoder("utf-8"), "replace")
+        self.read: dict[int, codecs.IncrementalDecoder] = defaultdict(reader)
+        self.offsets: Counter[int] = Counter()  # characters of each reply so far, as far as they are whole
 
     def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         silent = not piece.events and piece.finish_reason is None and piece.token is None
@@ -193,12 +197,12 @@ class CompletionAnswer(OpenAI):
     def _logprobs(self, index: int, tokens: list[Token]) -> dict[str, Any] | None:
         if not tokens:
             return None
-        texts, offsets = [self._text(one.id) for one in tokens], []
-        for text in texts:
-            offsets.append(self.offsets.get(index, 0))
-            self.offsets[index] = offsets[-1] + len(text)
+        offsets = []
+        for one in tokens:
+            offsets.append(self.offsets[index])
+            self.offsets[index] += len(self.read[index].decode(self.tokenizer.token_bytes(one.id)))
         return {
-            "tokens": texts,
+            "tokens": [self._text(one.id) for one in tokens],
             "token_logprobs": [finite(one.logprob) for one in tokens],
             "top_logprobs": [{self._text(id): finite(value) for id, value in one.top} for one in tokens],
             "text_offset": offsets,

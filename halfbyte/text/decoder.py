@@ -22,6 +22,8 @@ WINDOW = 64  # ids after which a tokenizer that gives no text is not waited for
 class Detokenizer(Protocol):
     def push(self, id: int) -> str: ...
     def finish(self) -> str: ...
+    def bytes_of(self, id: int) -> bytes:
+        """What one token adds to a text, which may be a part of a character."""
 
 
 class Decoder:
@@ -124,13 +126,16 @@ class ByteLevel:
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, id: int) -> str:
-        data = self.table.get(id)
-        if data is None:
-            data = self.table[id] = _bytes(self.tokens.id_to_token(id) or "")
-        return self.utf8.decode(data)
+        return self.utf8.decode(self.bytes_of(id))
 
     def finish(self) -> str:
         return self.utf8.decode(b"", final=True)
+
+    def bytes_of(self, id: int) -> bytes:
+        data = self.table.get(id)
+        if data is None:
+            data = self.table[id] = _bytes(self.tokens.id_to_token(id) or "")
+        return data
 
 
 class ByteFallback:
@@ -145,11 +150,9 @@ class ByteFallback:
         self.run = bytearray()
 
     def push(self, id: int) -> str:
-        word = self.words.get(id)
+        word = self._word(id)
         if word is None:
-            if (token := self.tokens.id_to_token(id)) is None:
-                return ""  # no token: it does not even end a run
-            word = self.words[id] = _word(token, self.space)
+            return ""  # no token: it does not even end a run
         if isinstance(word, int):
             self.run.append(word)
             return ""
@@ -157,6 +160,15 @@ class ByteFallback:
 
     def finish(self) -> str:
         return self._stripped(self._end_run())
+
+    def bytes_of(self, id: int) -> bytes:
+        word = self._word(id)
+        return bytes([word]) if isinstance(word, int) else (word or "").encode()
+
+    def _word(self, id: int) -> str | int | None:
+        if id not in self.words and (token := self.tokens.id_to_token(id)) is not None:
+            self.words[id] = _word(token, self.space)
+        return self.words.get(id)
 
     def _end_run(self) -> str:
         run, self.run = self.run, bytearray()
@@ -191,6 +203,9 @@ class Windowed:
 
     def finish(self) -> str:
         return self._new(force=True)
+
+    def bytes_of(self, id: int) -> bytes:
+        return self._decode([id]).encode()
 
     def _new(self, force: bool) -> str:
         before = self._decode(self.ids[: self.known])
