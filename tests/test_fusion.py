@@ -338,3 +338,24 @@ def test_a_norm_that_another_reads_stays():
     expected = [t.clone() for t in made]
     run_all(fused)
     assert all(map(torch.equal, made, expected))
+
+
+def attended(q, k, v, weight, positions, inv_freq, k_cache, v_cache, slots, lengths):
+    """What stands between the projections of an attention of one token."""
+    q, k = (rowwise.rope(rowwise.rms_norm(x, weight), positions, inv_freq) for x in (q, k))
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cache_ops.append(cache, new[:, None], slots=slots, lengths=lengths)
+    return attention.attention(q[:, None], k_cache, v_cache, scale=1.0, slots=slots, lengths=lengths)
+
+
+@pytest.mark.parametrize(("D", "launches"), [(8, ["rotate_and_append", "attention"]), (16, ["rotate_and_attend"])])
+def test_heads_that_a_tensor_core_is_too_large_for_are_attended_apart(D, launches):
+    heads = [torch.randn(1, H, D).half() for H in (4, 2, 2)]
+    slots, positions, lengths = (torch.tensor([number], dtype=torch.int32) for number in (0, 2, 3))
+    given = (
+        torch.ones(D).half(), positions, torch.rand(D // 2), torch.zeros(1, 24, 2, D).half(),
+        torch.zeros(1, 24, 2, D).half(), slots, lengths,
+    )  # fmt: skip
+    with using("triton"):
+        _, calls = record(lambda: attended(*heads, *given))
+    assert names(fuse(calls, rows=1)) == launches
