@@ -6,6 +6,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from golden_adapter import COMPOSITES, KERNELS, run
 from golden_vectors import files, load
@@ -16,7 +17,10 @@ DOCUMENT = (Path(__file__).parent.parent / "docs" / "kernels.md").read_text(enco
 FILES = {path.stem: path for path in files()}
 
 
-@pytest.mark.parametrize("language", [*filter(find_spec, ["torch", "numba", "triton"])])
+LANGUAGES = [*filter(find_spec, ["torch", "numba", "triton"])]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
 @pytest.mark.parametrize("name", FILES)
 def test_golden(name, language):
     for vector in load(FILES[name]):
@@ -25,6 +29,39 @@ def test_golden(name, language):
         assert vector.misses(got) == []
         assert set(got) == set(vector.outputs)
         assert all(given[key].tobytes() == vector.inputs[key].tobytes() for key in given)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_an_empty_tile_changes_nothing(language):
+    vector = next(load(FILES["mla_sdpa_tile_accumulate"]))
+    scalars = vector.scalars | {"tile_start": 3, "tile_end": 3}
+    got = run(vector.kernel, vector.inputs, scalars, vector.meta, language=language)
+    assert set(got) == set(vector.outputs)
+    assert all(got[name].tobytes() == vector.inputs[name].tobytes() for name in got)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_heads_may_share_keys_unevenly(language):
+    """Three heads of two key heads, in rows that hold more than those."""
+    random = np.random.default_rng(0)
+    q, cache, p = (random.standard_normal(shape).astype(np.float32) for shape in ((3, 16), (7, 37), (3, 9)))
+    scalars = {"head_dim": 16, "kv_dim": 37, "seq_len": 5, "seq_stride": 9, "heads_per_kv": 2}
+    shared = np.stack([cache[:5, 16 * kv : 16 * kv + 16] for kv in (0, 0, 1)])  # [H, S, D]
+    given = {"Q": q, "K_cache": cache, "scores": p}
+    got = run("attn_scores_batched", given, scalars | {"scale": 0.5, "num_seq_tgs": 5}, {}, language=language)
+    assert np.array_equal(got["scores"][:, 5:], p[:, 5:])
+    assert np.allclose(got["scores"][:, :5], np.einsum("hd,hsd->hs", q, shared) * 0.5, rtol=1e-5, atol=1e-6)
+    got = run("attn_values_batched", {"scores": p, "V_cache": cache}, scalars, {}, language=language)
+    assert np.allclose(got["out"], np.einsum("hs,hsd->hd", p[:, :5], shared), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_slots_compare_float32_probabilities(language):
+    """Probabilities that float32 rounds to zero are equal, so that the first of them keeps its slot."""
+    logits = np.array([[0, 200, 1, 2]], np.float32)
+    got = run("moe_softmax_topk", {"logits": logits}, {"n_experts": 4, "k": 2}, {}, language=language)
+    assert got["out_indices"].tolist() == [[0, 1]]
+    assert got["out_weights"].tolist() == [[0.0, 1.0]]
 
 
 def test_all_vectors_are_here():
