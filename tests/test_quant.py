@@ -75,6 +75,7 @@ def weights(kind, dtype):
         "normal": lambda: torch.randn(24, 256),
         "tiny": lambda: torch.randn(8, 256) * 1e-30,
         "huge": lambda: torch.randn(8, 256) * 1e4,
+        "beyond": lambda: torch.randn(8, 256) * (1e4 if dtype == torch.float16 else 1e6),
         "zero": lambda: torch.zeros(4, 256),
         "constant": lambda: torch.full((4, 256), 0.37),
         "whole": lambda: torch.randint(-8, 8, (16, 256)).float(),
@@ -85,7 +86,7 @@ def weights(kind, dtype):
     return values[kind]().to(dtype)
 
 
-KINDS = ("normal", "tiny", "huge", "zero", "constant", "whole", "heavy", "small", "negative")
+KINDS = ("normal", "tiny", "huge", "beyond", "zero", "constant", "whole", "heavy", "small", "negative")
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .dispatch import FLOATS, require
+from .dispatch import FLOATS, require, wide
 
 DEFAULTS = {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
@@ -148,7 +148,8 @@ def fp_codes(grouped: Tensor, mode: str, global_scale: Tensor | None) -> tuple[T
 
 
 def _e2m1_codes(x: Tensor) -> Tensor:
-    """The nearest value's code, the lower code where two are as near."""
+    """The nearest value's code, the lower code where two are as near; far beyond the table 16 bits tell none apart."""
+    x = wide(x)
     table = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=x.dtype, device=x.device)
     distance = (x[..., None] - table).abs()
     nearest = distance == distance.amin(-1, keepdim=True)
