@@ -323,6 +323,12 @@ def test_reasoning_is_folded_and_not_sent_back(page):
     assert sent(page)[-1]["messages"][1] == {"role": "assistant", "content": "The answer."}
 
 
+def test_how_much_of_a_prompt_is_read_is_said(page):
+    heard = "(() => { const run = {}; take(run, {comment: 'keep-alive %s'}, null); return run.state })()"
+    assert page.run(heard % "900/8000") == "reading the prompt, 11 %"
+    assert page.run(heard % "8000/8000") == page.run(heard % "0/0") == "waiting for the model"
+
+
 def test_a_message_is_edited(page):
     ask(page, FOX)
     ask(page, "What is 2 + 2?")
