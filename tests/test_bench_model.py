@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from halfbyte import bench_model, replaying
+from halfbyte import bench_model, model_proof, replaying
 from halfbyte.accounting import skeleton
 from halfbyte.bench_model import Result, Trial, Turn, measure, step_bytes
 from halfbyte.cli import main
@@ -110,6 +110,15 @@ def wrong_alone(kernel):
 def test_a_kernel_that_is_wrong_for_single_tokens_is_wrong(model, plant):
     plant("experts", "expert_mlp", wrong_alone)
     assert prove(model).wrong.startswith("expert_mlp: error ratio")
+
+
+def test_what_memory_has_no_room_to_check_is_said(model, monkeypatch):
+    """The body of a product takes a whole matrix apart, which may be more than all that is in memory."""
+    monkeypatch.setattr(model_proof, "UNPACKED", 1 << 40)
+    proof = prove(model)
+    assert proof.unchecked.keys() == {"qmm"} and not proof.wrong and {"embed", "expert_mlp"} <= proof.calls.keys()
+    monkeypatch.setattr(model_proof, "UNPACKED", 24)
+    assert not prove(model).unchecked
 
 
 def test_a_kernel_that_spoils_what_it_keeps_is_wrong(model, plant):

@@ -128,6 +128,9 @@ def run(args: argparse.Namespace) -> int:
             finish(table)
             say(f"{args.model}  WRONG: {proof.wrong}; not timed")
             return 1
+        if proof.unchecked:
+            calls = ", ".join(f"{count} of {op}" for op, count in proof.unchecked.items())
+            say(f"memory has no room for the torch bodies of some calls, which are not checked: {calls}")
         facts = model_facts(args.model, folder, model, checkpoint.quantisation.general, account, proof)
         if args.explain:
             show_steps(model, trials, facts, table, args.verbose)
@@ -195,15 +198,16 @@ def chosen(args: argparse.Namespace, context: int) -> list[Trial]:
 def model_facts(
     name: str, folder: Path, model: Decoder, quantisation: dict[str, Any], account: Any, proof: Proof
 ) -> dict[str, Any]:
-    """What stands in every row: build, machine, model. The read bandwidth is measured here."""
+    """What stands in every row: build, machine, model. The read bandwidth is measured here, where there is room."""
     import torch
 
-    from .. import __version__, machine
+    from .. import __version__, machine, memory
     from ..ops.dispatch import LANGUAGE_OF, find
     from .plan import read_bandwidth
 
     announce("measuring the read bandwidth")
-    bandwidth = read_bandwidth(model.device.type) if model.device.type != "mps" else None
+    measurable = {"cuda": True, "cpu": memory.available(torch.device("cpu")) >= machine.READ_BYTES}
+    bandwidth = read_bandwidth(model.device.type) if measurable.get(model.device.type) else None
     passing("")
     language = LANGUAGE_OF[model.device.type]
     return {
