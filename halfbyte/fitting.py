@@ -15,6 +15,7 @@ from .expert_shares import fewest, plan
 CPU = torch.device("cpu")
 WORKING = 256 << 20  # bytes for compiled kernels and for what a step computes with
 GPU_WORKING = 768 << 20  # the same on a GPU, where prompts of 2048 tokens are computed at a time
+STARTS = 16 << 20  # by which a process may be larger before it has a weight than it was the last time
 TEXTS = 8  # of what is free, this part is left for texts: caches of requests
 TEXT = 8192  # tokens, for which there must be room at least
 UNPINNED = 8  # of what is free on the host, this part is left to the system: pinned memory is never given back
@@ -116,5 +117,5 @@ def require(ledger: Ledger, free: int, need: int, what: str, how: str = "") -> N
         raise NotEnoughMemory(
             f"{ledger.checkpoint.folder}: {what} may take {size(max(free, 0))}; they need "
             f"{size(need)}{how}. Free as much, or give it --ram {need} or "
-            f"--memory-limit {need + memory.held(CPU) + WORKING} at least."
+            f"--memory-limit {need + memory.held(CPU) + WORKING + STARTS} at least."
         )
