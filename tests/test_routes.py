@@ -2,17 +2,19 @@
 
 import argparse
 import json
+from unittest.mock import Mock
 
 import pytest
 from streaming import GREEDY, PROMPT, TINY, budget_of, mixtures_of, tokens
 
-from halfbyte import cli, disk, expert_reader, routes
+from halfbyte import cli, disk, expert_reader, fitting, machine, routes
 from halfbyte.accounting import skeleton
 from halfbyte.commands.numbers import byte_count
 from halfbyte.engine import Engine, Request
 from halfbyte.errors import CheckpointError
 from halfbyte.expert_cache import POLICIES
 from halfbyte.expert_shares import plan
+from halfbyte.fitting import Placed
 from halfbyte.foresight import blocks_of, neighbours
 from halfbyte.loading import load_model
 from halfbyte.ops.dispatch import reference
@@ -190,6 +192,20 @@ def test_from_bench_to_plan(tmp_path, capsys, folder):
     assert 0 < row["expert_hit_rate"] < 1 and row["disk_bytes_read"] > 0 and row["disk_gbps"] > 0
     assert cli.main(["plan", name, "--trace", path]) == 0
     assert "found in memory" in capsys.readouterr().out
+
+
+def test_a_plan_under_a_limit_is_the_run_under_it(recorded, tmp_path, capsys, monkeypatch):
+    """The cache that a limit leaves is the one that routes go through; what measures memory takes none of it before."""
+    recorded[0].save(tmp_path / "routes")
+    order = []
+    monkeypatch.setattr(fitting, "place", lambda *args: order.append("place") or Placed(budget_of(TINY, 40), True))
+    monkeypatch.setattr(machine, "ReadProbe", lambda: order.append("probe") or Mock(bandwidth=lambda: 1e9))
+    assert cli.main(["plan", "tiny", "--trace", str(tmp_path / "routes"), "--device", "cpu", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (
+        {one["cache_bytes"] for one in said["expert_caches"]} == {said["expert_cache_bytes"]} == {budget_of(TINY, 40)}
+    )
+    assert order == ["place", "probe"]
 
 
 @pytest.mark.parametrize(

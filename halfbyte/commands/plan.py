@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     limits = allowed(args)
     limits.restrict(device)
     have = memory.available(device)
+    here = device.type == "cpu" and bool(ledger.mixtures)
+    placed = experts_in_memory(limits, ledger, account) if here else None  # before what measures takes memory too
     bandwidth = read_bandwidth(device.type)
     moved = account.read_per_token + STATE_ROUND_TRIP * account.cache_fixed
     full = moved + account.cache_windows + context * account.cache_per_token
@@ -77,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
         "read_bytes_per_second": bandwidth, "bytes_per_token": moved, "tokens_per_second_at_most": bandwidth / moved,
         "tokens_per_second_at_context": bandwidth / full,
     }  # fmt: skip
-    if device.type == "cpu" and ledger.mixtures:
-        tiers = tiered(limits, ledger, account, bandwidth)
+    if here:
+        tiers = tiered(placed, ledger, account, bandwidth)
         values |= tiers
         rows += described_tiers(tiers)
     gpu = known_gpu(args, limits, device, have, bandwidth / moved, bool(ledger.mixtures))
@@ -88,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
         rows += described_beside(beside)
     if args.trace is not None:
         trace = recorded(args.trace, checkpoint, ledger, account)
-        found, lines = foretold(trace, ledger, account, limits, gpu, bandwidth / moved)
+        cache = placed if isinstance(placed, int) else limits.expert_cache
+        found, lines = foretold(trace, ledger, account, limits, cache, gpu, bandwidth / moved)
         values |= found
         rows += lines
     show(values, rows, args.json)
@@ -96,11 +99,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def foretold(
-    trace: Routes, ledger: Ledger, account: Account, limits: Allowed, gpu: Gpu | None, resident: float
-) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """What recorded routes say of the tiers that a run would have: it reads from disk where --expert-cache says so."""
+    trace: Routes, ledger: Ledger, account: Account, limits: Allowed, cache: int | None, gpu: Gpu | None,
+    resident: float,
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:  # fmt: skip
+    """What recorded routes say of the tiers that a run would have: beside a GPU it reads from disk where --expert-cache
+    says so; `cache` is what a run on a CPU would keep in memory, None if that is not known or all."""
     if gpu is None:
-        return on_disk(trace, ledger, account, limits.expert_cache, resident)
+        return on_disk(trace, ledger, account, cache, resident)
     if limits.expert_cache is not None:
         slots = slots_beside(ledger, account, gpu.free, on_disk=True)
         return on_disk(trace, ledger, account, limits.expert_cache, gpu.resident, Above(gpu, slots))
@@ -122,19 +127,26 @@ def known_gpu(
     return Gpu(free, copy_bandwidth(device.type, args.copy_gbps), resident if here else None)
 
 
-def tiered(limits: Allowed, ledger: Ledger, account: Account, bandwidth: float) -> dict[str, Any]:
+def experts_in_memory(limits: Allowed, ledger: Ledger, account: Account) -> int | NotEnoughMemory | None:
+    """Bytes of experts that a run on a CPU would keep in memory; None: all; or why it would be refused."""
+    from ..fitting import TEXT, place
+
+    text = 2 * account.cache(min(account.context, TEXT))  # float32, where the account has bfloat16
+    try:
+        return place(limits, ledger, text, account.experts_per_token).cache
+    except NotEnoughMemory as error:
+        return error
+
+
+def tiered(cache: int | NotEnoughMemory | None, ledger: Ledger, account: Account, bandwidth: float) -> dict[str, Any]:
     """Where weights would lie, and what that costs a token; every expert as likely as any other, without a trace.
 
     `even_so`: why they fit nowhere. A plan is asked before there is a machine, so that is an answer.
     """
     from ..disk import expert_bandwidth
-    from ..fitting import TEXT, place
 
-    text = 2 * account.cache(min(account.context, TEXT))  # float32, where the account has bfloat16
-    try:
-        cache = place(limits, ledger, text, account.experts_per_token).cache
-    except NotEnoughMemory as error:
-        return {"expert_cache_bytes": None, "experts_read_per_token": None, "even_so": str(error)}
+    if isinstance(cache, NotEnoughMemory):
+        return {"expert_cache_bytes": None, "experts_read_per_token": None, "even_so": str(cache)}
     if cache is None:
         return {"expert_cache_bytes": None, "experts_read_per_token": 0.0}
     missing = 1 - min(cache / account.experts, 1)
