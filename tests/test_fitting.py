@@ -218,7 +218,11 @@ def test_fewer_experts_are_another_model_and_its_cost_can_be_asked(resident, tmp
     text = tmp_path / "text"
     text.write_text("Once upon a time there was a fox who had a lantern, and every night he lit it.")
     assert cli.main(["perplexity", "tiny", str(text), "--top-k-experts", "2", "--kl", "tiny", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["kl"] > 1e-4
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["kl"] > 1e-4
+    few = ["--expert-cache", str(budget_of(TINY, 4))]  # for two models, where one takes what memory there is
+    assert cli.main(["perplexity", "tiny", str(text), "--top-k-experts", "2", "--kl", "tiny", "--json", *few]) == 0
+    assert json.loads(capsys.readouterr().out) == whole
 
 
 def test_plan_says_what_lies_where(capsys):

@@ -56,10 +56,7 @@ def add(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory", "sizes as 4GB; what is too small is refused with the least that is not")
-    group.add_argument(
-        "--expert-cache", type=byte_count, metavar="SIZE",
-        help="leave experts on disk and keep so much of them in host memory, as 4GB; replies are the same",
-    )  # fmt: skip
+    add_expert_cache(group)
     sized = {
         "--ram": "of weights and caches on the host", "--memory-limit": "of the whole process on the host",
         "--gpu-memory": "of weights, caches and working memory on a CUDA GPU",
@@ -70,6 +67,13 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         "--fit", choices=["on", "off"], default="on",
         help="on: where memory has no room for all experts, leave some in host memory (CUDA) or on disk; off: refuse "
         "(default: on)",
+    )  # fmt: skip
+
+
+def add_expert_cache(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--expert-cache", type=byte_count, metavar="SIZE",
+        help="leave experts on disk and keep so much of them in host memory, as 4GB; results are the same",
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..progress import counter
-from .arguments import add_cpu_activations, add_top_k_experts, loaded
+from .arguments import add_cpu_activations, add_expert_cache, add_top_k_experts, loaded
 from .terminal import show
 
 
@@ -18,6 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="also compare with this model, whole and exact (it may be the same): divergence, and how often both agree",
     )  # fmt: skip
     parser.add_argument("--context", type=int, default=512, metavar="N", help="tokens of a window (default: 512)")
+    add_expert_cache(parser)
     add_top_k_experts(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
     add_cpu_activations(parser)
@@ -26,7 +27,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure how well a model predicts a text; with --kl, how far it is from another model of the same vocabulary.
 
-    What a faster way to compute costs, compare with the same model: --cpu-activations i16 --kl MODEL.
+    What a faster way to compute costs, compare with the same model: --cpu-activations i16 --kl MODEL. Where memory has
+    no room for two models, --expert-cache leaves most experts of both on disk.
     """
     from ..errors import CheckpointError
     from ..quality import quality
