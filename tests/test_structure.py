@@ -89,7 +89,7 @@ BELOW = {
     "conversation": {"cache", "chat", "engine", "errors", "memory", "models", "prefixes", "sampling", "text"},
     "conversation_file": {"errors", "files", "limits"},
     "bench_model": {"accounting", "cache", "engine", "machine", "memory", "models", "replaying", "sampling"},
-    "model_proof": {"check", "graph", "models", "ops"},
+    "model_proof": {"check", "graph", "memory", "models", "ops"},
     "costs": {"check", "ops"},
     "explain": {"cache", "check", "costs", "cuda", "decoding", "device_experts", "graph", "machine", "models"},
     "download": {"errors"},

@@ -94,7 +94,6 @@ def run(args: argparse.Namespace) -> int:
     from ..compilation import compile_kernels
     from ..loading import load_model, pick_device
     from ..machine import use_threads
-    from ..model_proof import prove
 
     require_device(args)
     try:
@@ -121,16 +120,11 @@ def run(args: argparse.Namespace) -> int:
     for threads in args.threads or [None]:
         if threads is not None:
             use_threads(threads)
-        announce("checking the model against its torch bodies")
-        proof = prove(model, [trial.streams for trial in trials])
-        passing("")
+        proof = proved(model, trials)
         if proof.wrong:
             finish(table)
             say(f"{args.model}  WRONG: {proof.wrong}; not timed")
             return 1
-        if proof.unchecked:
-            calls = ", ".join(f"{count} of {op}" for op, count in proof.unchecked.items())
-            say(f"memory has no room for the torch bodies of some calls, which are not checked: {calls}")
         facts = model_facts(args.model, folder, model, checkpoint.quantisation.general, account, proof)
         if args.explain:
             show_steps(model, trials, facts, table, args.verbose)
@@ -144,6 +138,18 @@ def run(args: argparse.Namespace) -> int:
                 table.add(row(facts, result, reads_since(before, model)))
     finish(table)
     return 0
+
+
+def proved(model: Decoder, trials: list[Trial]) -> Proof:
+    from ..model_proof import prove
+
+    announce("checking the model against its torch bodies")
+    proof = prove(model, [trial.streams for trial in trials])
+    passing("")
+    if proof.unchecked:
+        calls = ", ".join(f"{count} of {op}" for op, count in proof.unchecked.items())
+        say(f"memory has no room for the torch bodies of some calls, which are not checked: {calls}")
+    return proof
 
 
 @contextmanager
