@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from . import __version__
 from .commands.interrupts import interrupts
-from .errors import HalfbyteError
+from .errors import HalfbyteError, StorageError
 from .progress import passing
 
 COMMANDS = (
@@ -86,3 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (`| head -1`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:  # what no command has words for: a folder that is locked, a name that is too long
+        passing("")
+        place = "" if error.filename is None else f"{error.filename}: "
+        print(f"halfbyte: {place}{error.strerror or error}.", file=sys.stderr)
+        return StorageError.exit_code

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
@@ -42,11 +43,17 @@ def read(folder: Path | str, supported: Collection[str] | None = None) -> Config
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder. Give the folder of an MLX checkpoint.")
-    path = files.find(folder, FILE)
+    path = find(folder)
     data = files.read_small(path, limits.CONFIG_BYTES)
     config = from_dict(strict_json.parse_object(data, str(path)), path, supported)
     config.digest = hashlib.sha256(data).digest()
     return config
+
+
+def find(folder: Path) -> Path:
+    if not os.path.lexists(folder / FILE):
+        raise files.lacks(folder, FILE)
+    return files.find(folder, FILE)
 
 
 def from_dict(values: dict[str, Any], path: Path, supported: Collection[str] | None = None) -> Config:

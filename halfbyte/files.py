@@ -19,6 +19,7 @@ IMPOSTORS = (
     (b"gguf", "a GGUF file", "Only MLX checkpoints are read."),
 )
 HEAD = 64  # bytes that suffice to recognise these
+FOREIGN = {".gguf": "GGUF files", ".bin": "PyTorch's pickles", ".pth": "PyTorch's pickles", ".pt": "PyTorch's pickles"}
 
 
 def find(folder: Path, name: str) -> Path:
@@ -43,8 +44,17 @@ def find(folder: Path, name: str) -> Path:
             f"{path}: it links to {real}, outside of the model folder. Copy the file into the folder."
         )
     if not stat.S_ISREG(kind):
-        raise CheckpointError(f"{path}: not a regular file.")
+        raise CheckpointError(f"{path}: not a regular file. {AGAIN}")
     return path
+
+
+def lacks(folder: Path, what: str) -> CheckpointError:
+    """That a folder is no checkpoint, and of what else it is one."""
+    kinds = {FOREIGN[path.suffix] for path in folder.iterdir() if path.suffix in FOREIGN}
+    instead = f", but {' and '.join(sorted(kinds))}, which are not read" if kinds else ""
+    return CheckpointError(
+        f"{folder}: there is no {what} in it{instead}. Give the folder of an MLX checkpoint; `halfbyte pull` gets one."
+    )
 
 
 def plain(name: str) -> bool:

@@ -7,13 +7,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
 
 from .download import PASSING, Progress, Remote, no_progress, partial_of, transfer
-from .errors import CheckpointError, HalfbyteError, StorageError
+from .errors import CheckpointError, HalfbyteError, StorageError, shown
 from .files import plain
 from .hub_cache import COMMIT, CachedRepository, Listing, cached_names, is_whole
 
@@ -63,18 +64,22 @@ def locate(
     What the cache has is used as it is: nothing is asked of the hub. `fetch` looks for something newer. The embedded
     model is meant by its name, a string: a Path is a folder.
     """
-    path, name = Path(path_or_repo).expanduser(), os.fspath(path_or_repo)
+    path, name = Path(path_or_repo), os.fspath(path_or_repo)
+    with suppress(RuntimeError):  # no such user: then it is no folder either
+        path = path.expanduser()
     if path_or_repo == EMBEDDED:
         embedded = Path(__file__).parent / EMBEDDED
         if path.is_dir() and path.resolve() != embedded:
             log.warning("%s: the folder of this name is used, not the embedded model", os.path.join(".", name))
             return path
         return embedded
-    if path.is_dir():
+    if name and path.is_dir():
         return path
     if path.exists() or not REPOSITORY.fullmatch(name):
+        is_file = name and path.exists()
+        what = "it is a file" if is_file else "there is no such folder, and it is no name on the hub (owner/name)"
         raise CheckpointError(
-            f"{name}: there is no such folder, and it is no name on the hub (owner/name). Give the folder of an MLX "
+            f"{name or shown(name)}: {what}. Give the folder of an MLX "
             f"checkpoint, a name such as mlx-community/Qwen3-30B-A3B-4bit, or {EMBEDDED}, the embedded model."
         )
     if (found := CachedRepository(name).find(revision)) is not None:

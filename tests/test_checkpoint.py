@@ -232,7 +232,7 @@ def test_row_19_missing_parts_are_listed_together(tmp_path):
         del stored[name]
     stored["model.layers.0.surprise.weight"] = weight(H)
     said = refused(save(tmp_path, stored), "its tensors are not those of this model")
-    assert "'norm.weight': missing; [64] was expected" in said
+    assert "'norm.weight': missing; [64] was expected" in said and "`halfbyte pull --force`" in said.splitlines()[0]
     assert "'embed_tokens': it has .scales but no .biases, which the affine mode needs" in said
     assert "'layers.0.gate': the config says that it is quantised, but it has no .scales" in said
     assert "'layers.0.mlp.switch_mlp.up_proj.weight': missing; [12, 32, 64] was expected" in said
@@ -322,7 +322,9 @@ def test_row_20_a_tensor_in_two_shards(sharded):
 def test_row_20_no_shard_at_all(tmp_path):
     save(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    refused(tmp_path, "there is no model*.safetensors in it")
+    refused(tmp_path, "there is no model*.safetensors in it. Give the folder")
+    (tmp_path / "pytorch_model.bin").touch()
+    refused(tmp_path, "there is no model*.safetensors in it, but PyTorch's pickles, which are not read")
 
 
 @pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {"a": 1}}', '{"weight_map": []}'])
@@ -371,7 +373,7 @@ def test_row_21_not_a_file(tmp_path):
     folder = save(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").mkdir()
-    refused(folder, "not a regular file")
+    refused(folder, "not a regular file. Download it again")
     (folder / "model.safetensors").rmdir()
     (folder / "model.safetensors").symlink_to("model.safetensors")
     with pytest.raises(OSError, match=r"model\.safetensors"):
@@ -389,6 +391,8 @@ def test_other_quantisations_are_named(tmp_path):
     plain = {key: value for key, value in made.CONFIG.items() if key != "quantization"}
     save(tmp_path, config={**plain, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
     refused(tmp_path, "quantization_config: quant_method 'fp8' is not MLX's", "halfbyte convert")
+    save(tmp_path, config={**plain, "quantization_config": {"quant_method": "gptq", "bits": 4}})
+    refused(tmp_path, "quant_method 'gptq' is not MLX's. Take an MLX conversion of it")
     save(tmp_path, config={**plain, "quantization_config": made.CONFIG["quantization"]})
     load(tmp_path)
 

@@ -21,6 +21,14 @@ def run(*args):
     return subprocess.run([*COMMAND, *args], capture_output=True, text=True)
 
 
+def test_what_the_system_refuses_is_one_line(capsys):
+    """No traceback, whatever a path is: a name that is too long stands for a folder that is locked, and the like."""
+    long = "a" * 5000
+    for arguments in (["info", long], ["generate", "-p", "x", "--prompt-cache-file", long]):
+        assert main(arguments) == 5
+        assert capsys.readouterr().err == f"halfbyte: {long}: File name too long.\n"
+
+
 @pytest.mark.quiet
 def test_help_is_instant_and_loads_nothing_heavy(tmp_path):
     """0.3 s. Best of three, in time of the CPU, so that other processes do not count; Python's own cache is there."""

@@ -77,7 +77,10 @@ def test_row_23_broken_files(tmp_path, text, said):
 
 
 def test_row_23_missing(tmp_path):
-    with pytest.raises(CheckpointError, match=r"config\.json: there is no such file"):
+    with pytest.raises(CheckpointError, match=r"there is no config\.json in it\. Give the folder of an MLX checkpoint"):
+        config.read(tmp_path)
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"there is no config\.json in it, but GGUF files, which are not read"):
         config.read(tmp_path)
     with pytest.raises(CheckpointError, match="there is no such folder"):
         config.read(tmp_path / "nothing")

@@ -377,8 +377,11 @@ def test_names_that_are_none(capsys):
         with pytest.raises(SystemExit) as stopped:
             main(["pull", *arguments])
         assert stopped.value.code == 2
-    with pytest.raises(CheckpointError, match="no such folder"):
-        hub.locate("no-owner")
+    for name in ("no-owner", "~nobody-of-this-name/model", ""):
+        with pytest.raises(CheckpointError, match="no such folder"):
+            hub.locate(name)
+    with pytest.raises(CheckpointError, match=r"test_pull\.py: it is a file\. Give the folder"):
+        hub.locate(__file__)
 
 
 def test_a_file_that_lists_itself_outside_is_left(server):

@@ -27,6 +27,7 @@ __all__ = ["Checkpoint", "Weights", "open"]
 
 log = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
+FP8_METHOD = "fp8"  # the one scheme of others that convert reads
 NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -57,8 +58,11 @@ class Checkpoint:
     def weights(self, device: torch.device | str = "meta") -> Weights:
         """Weights to build a model from: a skeleton on "meta"; elsewhere each tensor is read when it is asked for."""
         if self.quantisation.method is not None:
-            key, method = "quantization_config", shown(self.quantisation.method)
-            self.config.refuse(key, f"quant_method {method} is not MLX's. Convert the model: `halfbyte convert`")
+            method = self.quantisation.method
+            next_step = (
+                "Convert the model: `halfbyte convert`" if method == FP8_METHOD else "Take an MLX conversion of it"
+            )
+            self.config.refuse("quantization_config", f"quant_method {shown(method)} is not MLX's. {next_step}")
         return Weights(Ledger(self, torch.device(device)))
 
 
@@ -104,7 +108,7 @@ def shard_names(folder: Path, index: dict[str, str]) -> list[str]:
                 if absent:
                     raise CheckpointError(f"{folder / absent[0]}: the shard is missing. {files.AGAIN}")
     if not present and not index:
-        raise CheckpointError(f"{folder}: there is no model*.safetensors in it. Give the folder of an MLX checkpoint.")
+        raise files.lacks(folder, "model*.safetensors")
     return sorted(present)
 
 

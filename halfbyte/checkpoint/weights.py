@@ -93,7 +93,10 @@ class Weights:
         if problems:
             many = f"\n  and {len(problems) - limits.NAMES_SHOWN} more" if len(problems) > limits.NAMES_SHOWN else ""
             said = "".join(f"\n  {problem}" for problem in problems[: limits.NAMES_SHOWN])
-            raise CheckpointError(f"{checkpoint.folder}: its tensors are not those of this model:{said}{many}")
+            raise CheckpointError(
+                f"{checkpoint.folder}: its tensors are not those of this model. Either config.json is another "
+                f"model's, or files are damaged or missing; `halfbyte pull --force` fetches them anew:{said}{many}"
+            )
         if out:
             said = ", ".join(f"{count} of {reason}" for reason, count in out.items())
             log.info("%s: tensors left out: %s", checkpoint.folder, said)

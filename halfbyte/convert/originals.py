@@ -80,7 +80,7 @@ def open(folder: Path | str) -> Original:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json as it stands, less what names code: none of it is run, and the type is one we have."""
-    path = files.find(folder, configs.FILE)
+    path = configs.find(folder)
     values = strict_json.parse_object(files.read_small(path, limits.CONFIG_BYTES), str(path))
     for section in (values, values.get("text_config")):
         if isinstance(section, dict) and section.pop("auto_map", None) is not None:
