@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
@@ -84,6 +85,8 @@ def write_whole(path: Path, data: bytes, what: str) -> None:
     aside = None
     try:
         path = path.resolve()  # a link stays one
+        if path.exists() and not path.is_file():  # a device or a pipe: who may would put a file in its place
+            raise OSError(errno.EINVAL, "it is no file")
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".tmp-{path.name}-", delete=False) as file:
             aside = Path(file.name)
             file.write(data)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +12,7 @@ from halfbyte import cli, disk, expert_reader, fitting, machine, routes
 from halfbyte.accounting import skeleton
 from halfbyte.commands.numbers import byte_count
 from halfbyte.engine import Engine, Request
-from halfbyte.errors import CheckpointError
+from halfbyte.errors import CheckpointError, StorageError
 from halfbyte.expert_cache import POLICIES
 from halfbyte.expert_shares import plan
 from halfbyte.fitting import Placed
@@ -136,6 +137,16 @@ def test_saved_and_read(recorded, tmp_path):
     found, _ = recorded
     found.save(tmp_path / "routes")
     assert routes.read(tmp_path / "routes") == found
+
+
+def test_what_is_no_file_is_not_replaced_by_one(recorded, tmp_path):
+    """A pipe here; for whoever is root it might be /dev/null."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        with pytest.raises(StorageError, match="pipe: the recorded routes could not be written: it is no file"):
+            recorded[0].save(tmp_path / name)
+    assert (tmp_path / "pipe").is_fifo() and len(os.listdir(tmp_path)) == 2
 
 
 @pytest.mark.parametrize(
