@@ -233,6 +233,13 @@ def test_what_is_no_size(text):
         byte_count(text)
 
 
+def test_a_recording_that_cannot_be_written_is_refused_first(tmp_path, capsys):
+    for wrong in (tmp_path, tmp_path / "none" / "routes"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["bench", "tiny", "-p", "0", "-n", "2", "-r", "1", "--record-routes", str(wrong)])
+        assert ended.value.code == 2 and f"{wrong} cannot be written" in capsys.readouterr().err
+
+
 def test_refusals(tmp_path, capsys):
     """A cache that is too small names the least; routes of another model are refused."""
     found = Routes("another", 8, 16, 4, [routes.Step([[0, 1, 2, 3]] * 8, GUESSES, GUESSES)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -104,8 +105,7 @@ def run(args: argparse.Namespace) -> int:
     folder = located(args.model, args)
     checkpoint, ledger, account = skeleton(folder)
     trials = chosen(args, account.context)
-    if args.record_routes is not None and not (ledger.mixtures and pick_device(args.device).type == "cpu"):
-        args.parser.error("argument --record-routes: it is for models with experts, on the CPU")
+    require_recordable(args, bool(ledger.mixtures) and pick_device(args.device).type == "cpu")
     if args.explain and args.expert_cache is not None:
         args.parser.error("argument --explain: a step is explained with all experts in memory, without --expert-cache")
     progress = bar(f"loading {args.model}")
@@ -138,6 +138,17 @@ def run(args: argparse.Namespace) -> int:
                 table.add(row(facts, result, reads_since(before, model)))
     finish(table)
     return 0
+
+
+def require_recordable(args: argparse.Namespace, experts_on_cpu: bool) -> None:
+    """What cannot be written down in the end is refused before anything is measured."""
+    if args.record_routes is None:
+        return
+    if not experts_on_cpu:
+        args.parser.error("argument --record-routes: it is for models with experts, on the CPU")
+    folder = args.record_routes.absolute().parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)) or args.record_routes.is_dir():
+        args.parser.error(f"argument --record-routes: {args.record_routes} cannot be written")
 
 
 def proved(model: Decoder, trials: list[Trial]) -> Proof:
