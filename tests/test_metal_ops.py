@@ -13,6 +13,7 @@ from halfbyte.cases import CASES
 from halfbyte.check import LIMIT, bits, clone, error_ratio, outcome
 from halfbyte.ops.dispatch import trace, using
 from halfbyte.ops.experts import expert_qmm
+from halfbyte.ops.rowwise import rope
 
 DEVICE = executor.install()
 WRITTEN = {op.name for op in listing.ops() if "metal" in op.languages}
@@ -45,3 +46,13 @@ def test_a_tile_finds_its_expert_among_many_thousands():
     ids = torch.tensor([*range(0, 20000, 500), 19999], device=DEVICE)[:, None]
     with using("metal"):
         assert torch.equal(expert_qmm(torch.ones(len(ids), 1, device=DEVICE), ids, w).flatten(), ids.flatten().float())
+
+
+def test_an_angle_keeps_more_than_float32_near_half_a_turn():
+    """Rounded to float32 on the way, angles of up to pi put 5e-7 into what the sine and cosine then do to 1e-7."""
+    positions, table = torch.arange(2000, device=DEVICE), torch.linspace(0.01, 1, 64, device=DEVICE)
+    x = torch.cat([torch.ones(2000, 1, 64), torch.zeros(2000, 1, 64)], -1).to(DEVICE)
+    with using("metal"):
+        y = rope(x, positions, table).double().cpu()[:, 0]
+    angles = positions.double().cpu()[:, None] * table.double().cpu()
+    assert (y - torch.cat([angles.cos(), angles.sin()], -1)).abs().max() < 2.4e-7

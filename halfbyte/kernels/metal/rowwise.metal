@@ -172,6 +172,16 @@ inline ulong turns_of(float frequency) {
          fraction(fma(frequency, c1, -middle)) + fraction(frequency * c2);
 }
 
+// Cosine and sine of a fraction of a turn, which one float would put off by 5e-7 near half a turn: its upper 24 bits
+// and 2 pi / 2^24 as two floats make an angle and the little that is left of it, by which the result is turned on.
+inline void rotation(long turn, thread float &cosine, thread float &sine) {
+  const float c0 = 3.7450703871e-07f, c1 = -1.0421607086e-14f;
+  float high = float(turn >> 40), low = ldexp(float(turn & 0xFFFFFFFFFF), -40), angle = high * c0;
+  float rest = fma(high, c0, -angle) + (high * c1 + low * c0), c = precise::cos(angle), s = precise::sin(angle);
+  cosine = fma(-rest, s, c);
+  sine = fma(rest, c, s);
+}
+
 enum { PAIRS = 512, ROPE_HEADS = 8 };  // of a table of angles; of a threadgroup
 
 template <typename T, typename P>
@@ -191,10 +201,11 @@ template <typename T, typename P>
     for (int i = index; i < pairs; i += threads.x) {
       ulong turn = turns_of(frequency[base + i]);
       if (split) turn += turns_of(remainder[base + i]);
-      float angle = float(long(ulong(position) * turn)) * 3.4061215800865546e-19f;  // 2 pi / 2^64
-      if (!isfinite(frequency[base + i])) angle = NAN;
-      cosines[i] = precise::cos(angle) * scale;
-      sines[i] = precise::sin(angle) * scale;
+      float cosine, sine;
+      rotation(long(ulong(position) * turn), cosine, sine);
+      bool finite = isfinite(frequency[base + i]);
+      cosines[i] = finite ? cosine * scale : NAN;
+      sines[i] = finite ? sine * scale : NAN;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int i = index; i < pairs * heads; i += threads.x) {
