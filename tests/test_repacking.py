@@ -47,9 +47,17 @@ def test_the_folder_is_what_it_was_and_can_be_repacked_again(repacked, capsys):
 def test_a_sidecar_of_other_weights_is_refused(repacked):
     """The same shapes with other numbers, a file that is short or missing, a manifest of something else."""
     load = {"expert_cache": budget_of(TINY, 6)}
-    last = mixtures_of(repacked)[3].parts[0]["weight"].entry(15)
+    fourth = mixtures_of(repacked)[3].parts[0]
+    for expert, part in ((2, "biases"), (9, "weight"), (1, "scales")):
+        piece = fourth[part].entry(expert)
+        whole = shard(repacked).read_bytes()
+        shard(repacked).write_bytes(whole[: piece.start] + os.urandom(100) + whole[piece.start + 100 :])
+        with pytest.raises(CheckpointError, match=r"experts-03\.bin: its experts are not those of the shards"):
+            load_model(repacked, **load)
+        shard(repacked).write_bytes(whole)
+    load_model(repacked, **load)
     with shard(repacked).open("r+b") as file:
-        file.seek(last.start)
+        file.seek(fourth["weight"].entry(0).start)
         file.write(os.urandom(100))
     with pytest.raises(CheckpointError, match=r"experts-03\.bin: its experts are not those of the shards.*--repack"):
         load_model(repacked, **load)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 from .. import files, limits, strict_json
@@ -77,20 +78,27 @@ def find(checkpoint: Contents, mixtures: Mapping[str, Mixture]) -> tuple[list[Mi
         if states[path].size != file_size(mixture):
             raise CheckpointError(f"{path}: it has {states[path].size} bytes, not {file_size(mixture)}. {AGAIN}")
         found.append(moved(mixture, path))
-        if beginning(mixture) != beginning(found[-1]):
+        if beginnings(mixture) != beginnings(found[-1]):
             raise CheckpointError(f"{path}: its experts are not those of the shards. {AGAIN}")
     return found, states
 
 
-def beginning(mixture: Mixture) -> bytes:
-    """The first page of the last expert: enough to tell other weights of the same shapes."""
-    stored, start, count = own_parts(mixture)[0][2].entry(mixture.form.gate.shape[0] - 1)
-    try:
-        with stored.path.open("rb") as file:
-            file.seek(start)
-            return file.read(min(count, PAGE))
-    except OSError as error:
-        raise StorageError(f"{stored.path}: {error.strerror or error}") from None
+def beginnings(mixture: Mixture) -> dict[int, bytes]:
+    """Of every expert the first page of one part, each part in its turn: enough to tell other weights of the same
+    shapes, also where few experts are others."""
+    parts = [span for _, _, span in own_parts(mixture)]
+    pieces = [(parts[expert % len(parts)].entry(expert), expert) for expert in range(mixture.form.gate.shape[0])]
+    pieces.sort(key=lambda one: str(one[0].stored.path))
+    found: dict[int, bytes] = {}
+    for path, of_file in groupby(pieces, lambda one: one[0].stored.path):
+        try:
+            with path.open("rb", buffering=0) as file:
+                for piece, expert in of_file:
+                    file.seek(piece.start)
+                    found[expert] = file.read(min(piece.size, PAGE))
+        except OSError as error:
+            raise StorageError(f"{path}: {error.strerror or error}") from None
+    return found
 
 
 def described(checkpoint: Contents) -> dict[str, object]:
