@@ -20,6 +20,7 @@ DEFAULT_MODEL = "tiny"  # the one in the package
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 )  # fmt: skip
+OURS = {"messages", "self", "add_generation_prompt"}  # variables of a template that commands give
 
 
 class Wishes(NamedTuple):
@@ -129,11 +130,9 @@ def checked(args: argparse.Namespace) -> Wishes:
     try:
         SamplingParams.of(None, **sampling)
         Stops(args.stop)
-        template_args = json.loads(args.chat_template_args or "{}")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         args.parser.error(str(error))
-    if not isinstance(template_args, dict):
-        args.parser.error("argument --chat-template-args: a JSON object was expected")
+    template_args = read_template_args(args)
     if args.threads is not None:
         from ..machine import use_threads
 
@@ -142,6 +141,18 @@ def checked(args: argparse.Namespace) -> Wishes:
         except ValueError as error:
             args.parser.error(f"argument --threads: {error}")
     return Wishes(sampling, template_args)
+
+
+def read_template_args(args: argparse.Namespace) -> dict[str, Any]:
+    try:
+        given = json.loads(args.chat_template_args or "{}")
+    except (ValueError, RecursionError) as error:
+        args.parser.error(f"argument --chat-template-args: it is not JSON: {error}")
+    if not isinstance(given, dict):
+        args.parser.error("argument --chat-template-args: a JSON object was expected")
+    if taken := OURS & given.keys():
+        args.parser.error(f"argument --chat-template-args: {', '.join(sorted(taken))} cannot be set with it")
+    return dict(given)
 
 
 def require_device(args: argparse.Namespace) -> None:

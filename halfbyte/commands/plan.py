@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import NotEnoughMemory, size
 from .arguments import add_memory, allowed
-from .numbers import positive
+from .numbers import positive, whole
 from .plan_trace import Above, Gpu, beside_gpu, on_disk, recorded
 from .pull import located
 from .terminal import show
@@ -27,8 +27,9 @@ STATE_ROUND_TRIP = 2  # recurrent states are read and written
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="folder of an MLX checkpoint, or owner/name on the hub")
     parser.add_argument(
-        "--context", type=int, metavar="N", help="tokens to make room for (default: 8192, or the model's)"
-    )
+        "--context", type=whole, default=8192, metavar="N",
+        help="tokens to make room for (default: 8192, or the model's)",
+    )  # fmt: skip
     parser.add_argument(
         "--trace", type=Path, metavar="FILE",
         help="routes that `bench --record-routes` wrote: say what an expert cache would do with them, or with "
@@ -50,9 +51,7 @@ def run(args: argparse.Namespace) -> int:
     folder = located(args.model, args)
     checkpoint, ledger, account = skeleton(folder)
     device = pick_device(args.device)
-    context = min(args.context or 8192, account.context)
-    if context < 1:
-        args.parser.error("argument --context: must be 1 or more")
+    context = min(args.context, account.context)
     need = account.weights + account.cache(context)
     limits = allowed(args)
     limits.restrict(device)
