@@ -13,7 +13,9 @@ from .errors import NotEnoughMemory, size
 from .expert_shares import fewest, plan
 
 CPU = torch.device("cpu")
-WORKING = 256 << 20  # bytes for compiled kernels and for what a step computes with
+KERNELS = 160 << 20  # bytes for compiled kernels, a tokenizer, a server
+STEP = 224 << 20  # for what a step computes with: prompts of 512 tokens at a time
+WORKING = KERNELS + STEP
 GPU_WORKING = 768 << 20  # the same on a GPU, where prompts of 2048 tokens are computed at a time
 STARTS = 16 << 20  # by which a process may be larger before it has a weight than it was the last time
 TEXTS = 8  # of what is free, this part is left for texts: caches of requests

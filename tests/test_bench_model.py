@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from halfbyte import bench_model, model_proof, replaying
+from halfbyte import bench_model, machine, model_proof, replaying
 from halfbyte.accounting import skeleton
 from halfbyte.bench_model import Result, Trial, Turn, measure, step_bytes
 from halfbyte.cli import main
@@ -119,6 +119,13 @@ def test_what_memory_has_no_room_to_check_is_said(model, monkeypatch):
     assert proof.unchecked.keys() == {"qmm"} and not proof.wrong and {"embed", "expert_mlp"} <= proof.calls.keys()
     monkeypatch.setattr(model_proof, "UNPACKED", 24)
     assert not prove(model).unchecked
+
+
+def test_without_room_to_measure_the_floor_there_is_none(folder, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "READ_BYTES", 1 << 50)
+    assert bench(folder, "-p", "0", "-n", "2", "-o", "json") == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["floor_gbps"] is row["of_floor"] is None and row["gbps"] > 0
 
 
 def test_a_kernel_that_spoils_what_it_keeps_is_wrong(model, plant):

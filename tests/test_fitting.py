@@ -253,19 +253,14 @@ def look():
         time.sleep(0.05)
 threading.Thread(target=look, daemon=True).start()
 limit = memory.held(torch.device("cpu")) + {more}
-code = main({command} + ["tiny", "--memory-limit", str(limit)])
+code = main(["generate", "tiny", "--prompt", "Once", "-n", "8", "--temp", "0", "--memory-limit", str(limit)])
 print(json.dumps([code, most, limit]), file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize(
-    ("command", "more"),
-    [(["generate", "--prompt", "Once", "-n", "8", "--temp", "0"], 400), (["bench", "-p", "8", "-n", "2"], 320)],
-    ids=lambda value: value[0] if isinstance(value, list) else f"{value}MB",
-)
-def test_a_process_keeps_to_its_limit(command, more):
+def test_a_process_keeps_to_its_limit():
     """Sampled every 50 ms, from the start to the end: at most 5 % more than was allowed."""
-    code = RUN.format(tests=str(Path(__file__).parent), command=command, more=more << 20)
+    code = RUN.format(tests=str(Path(__file__).parent), more=440 << 20)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     status, most, limit = json.loads(ran.stderr.strip().splitlines()[-1])
     assert status == 0, ran.stderr

@@ -6,8 +6,11 @@ from serving import serving
 from streaming import TINY, budget_of, shard
 
 import halfbyte
+from halfbyte import fitting
 from halfbyte.commands.chat_commands import stats
 from halfbyte.conversation import Conversation
+from halfbyte.server import service
+from halfbyte.server.settings import Settings
 
 QUESTION = "Tell me a story about a fox and a lantern."
 
@@ -21,6 +24,14 @@ def test_a_conversation_is_the_same_and_says_what_was_read():
         shown = stats("", conversation, "tiny")
         assert ("were in memory (553.0 kB)" in shown and "read at" in shown) == (cache is not None)
     assert found[0] == found[1]
+
+
+def test_a_server_leaves_room_for_what_steps_compute_with(monkeypatch):
+    """All that is free went to texts, and what a step took came on top of a limit."""
+    model, tokenizer = halfbyte.load("tiny", device="cpu")
+    monkeypatch.setattr(service, "available", lambda device: fitting.STEP + (40 << 20))
+    made = service.Service(model, tokenizer, ["tiny"], Settings())
+    assert 0 < made.cache.nbytes + made.scheduler.prefixes.budget <= 40 << 20
 
 
 def test_row_56_a_server_whose_shard_is_cut(resident, copied, tmp_path):

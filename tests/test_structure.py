@@ -113,8 +113,8 @@ BELOW = {
         "sampling", "text",
     },
     "server": {
-        "__init__", "cache", "chat", "engine", "errors", "grammar", "jobs", "limits", "memory", "metrics", "models",
-        "prefixes", "sampling", "scheduler", "server", "strict_json", "text",
+        "__init__", "cache", "chat", "engine", "errors", "fitting", "grammar", "jobs", "limits", "memory", "metrics",
+        "models", "prefixes", "sampling", "scheduler", "server", "strict_json", "text",
     },
     "commands": {
         "__init__", "accounting", "bench", "bench_load", "bench_model", "cache", "cache_file", "cases", "chat",

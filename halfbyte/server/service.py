@@ -13,6 +13,7 @@ from ..cache import Cache, bytes_of, padding_of
 from ..chat import Tokenizer
 from ..engine import Processor, Request
 from ..errors import NotEnoughMemory, size
+from ..fitting import STEP
 from ..grammar import Constraint, GrammarError, Grammars, check_offered
 from ..jobs import Job
 from ..memory import available
@@ -40,7 +41,7 @@ class Service:
     def __init__(self, model: Decoder, tokenizer: Tokenizer, names: Sequence[str], settings: Settings) -> None:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         template.limit(settings.template_seconds, settings.template_mb << 20, settings.template_output_mb << 20)
-        free = available(model.device)
+        free = max(available(model.device) - (STEP if model.device.type == "cpu" else 0), 0)
         budget = settings.prompt_cache_bytes if settings.prompt_cache_bytes >= 0 else int(free * CACHE_SHARE)
         self.cache = new_cache(model, settings, free - budget)
         self.described = Model(tuple(names), self.cache.capacity, model.vocabulary, tokenizer.generation_config)
