@@ -155,6 +155,7 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     allowed: Allowed | None = None,
     expert_cache: int | None = None,
+    expert_policy: str = "lfu",
     top_k_experts: int | None = None,
 ) -> tuple[Decoder, Tokenizer]:
     """The model and the tokenizer of a folder, or of a repository of the hub such as mlx-community/...
@@ -165,7 +166,7 @@ def load(
     folder = hub.locate(path_or_repo, revision=revision, offline=offline, progress=fetching)
     model = load_model(
         folder, device, dtype, load=load, progress=progress, allowed=allowed, expert_cache=expert_cache,
-        top_k_experts=top_k_experts,
+        expert_policy=expert_policy, top_k_experts=top_k_experts,
     )  # fmt: skip
     return model, Tokenizer.open(folder, model.vocabulary)
 

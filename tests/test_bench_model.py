@@ -121,6 +121,12 @@ def test_what_memory_has_no_room_to_check_is_said(model, monkeypatch):
     assert not prove(model).unchecked
 
 
+def test_rows_have_the_limits_that_were_set(folder, capsys):
+    assert bench(folder, "-p", "0", "-n", "2", "-o", "json", "--memory-limit", "60GB") == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["ram_limit"] == 60 * 10**9 and row["gpu_limit"] is None
+
+
 def test_without_room_to_measure_the_floor_there_is_none(folder, monkeypatch, capsys):
     monkeypatch.setattr(machine, "READ_BYTES", 1 << 50)
     assert bench(folder, "-p", "0", "-n", "2", "-o", "json") == 0

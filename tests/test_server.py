@@ -200,6 +200,8 @@ def test_json_objects_grammars_and_regexes_are_followed(server):
         return server.chat("Hello", 200, **{"temperature": 1, **more}).json()["choices"][0]["message"]["content"]
 
     assert isinstance(json.loads(said(response_format={"type": "json_object"}, seed=1)), dict)
+    narrow = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
+    assert json.loads(said(response_format={"type": "json_object", "schema": narrow})) == {"n": 7}
     assert said(grammar='root ::= "yes" | "no"') in ("yes", "no")
     assert said(response_format={"type": "grammar", "grammar": 'start: "left" | "right"'}) in ("left", "right")
     assert said(response_format={"type": "regex", "regex": "[ab]{3}"}).strip("ab") == ""

@@ -32,6 +32,7 @@ from .table import FORMS, Table
 
 if TYPE_CHECKING:
     from ..bench_model import Result, Trial
+    from ..fitting import Allowed
     from ..model_proof import Proof
     from ..models.decoder import Decoder
     from ..residency import Reads
@@ -108,9 +109,9 @@ def run(args: argparse.Namespace) -> int:
     require_recordable(args, bool(ledger.mixtures) and pick_device(args.device).type == "cpu")
     if args.explain and args.expert_cache is not None:
         args.parser.error("argument --explain: a step is explained with all experts in memory, without --expert-cache")
-    progress = bar(f"loading {args.model}")
+    progress, limits = bar(f"loading {args.model}"), allowed(args)
     model = load_model(
-        folder, args.device, args.dtype, progress=progress, allowed=allowed(args), top_k_experts=args.top_k_experts
+        folder, args.device, args.dtype, progress=progress, allowed=limits, top_k_experts=args.top_k_experts
     )
     if args.explain and model.residency is not None and model.residency.source == "disk":
         args.parser.error("argument --explain: a step is explained with all experts in memory, where some have no room")
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
             finish(table)
             say(f"{args.model}  WRONG: {proof.wrong}; not timed")
             return 1
-        facts = model_facts(args.model, folder, model, checkpoint.quantisation.general, account, proof)
+        facts = model_facts(args.model, folder, model, checkpoint.quantisation.general, account, proof, limits)
         if args.explain:
             show_steps(model, trials, facts, table, args.verbose)
             continue
@@ -213,7 +214,7 @@ def chosen(args: argparse.Namespace, context: int) -> list[Trial]:
 
 
 def model_facts(
-    name: str, folder: Path, model: Decoder, quantisation: dict[str, Any], account: Any, proof: Proof
+    name: str, folder: Path, model: Decoder, quantisation: dict[str, Any], account: Any, proof: Proof, limits: Allowed
 ) -> dict[str, Any]:
     """What stands in every row: build, machine, model. The read bandwidth is measured here, where there is room."""
     import torch
@@ -235,8 +236,9 @@ def model_facts(
         "model": folder.resolve().name if Path(name).is_dir() else name, "model_type": account.model_type,
         "model_bytes": account.weights, "n_params": account.parameters,
         "bits": round(8 * account.weights / account.parameters, 2), "group_size": quantisation.get("group_size"),
-        "dtype": str(model.dtype).removeprefix("torch."), "n_threads": torch.get_num_threads(), "ram_limit": None,
-        "gpu_limit": None, "error_ratios": proof.ratios, "floor_gbps": bandwidth and bandwidth / 1e9,
+        "dtype": str(model.dtype).removeprefix("torch."), "n_threads": torch.get_num_threads(),
+        "ram_limit": limits.memory_limit or limits.ram, "gpu_limit": limits.gpu_memory,
+        "error_ratios": proof.ratios, "floor_gbps": bandwidth and bandwidth / 1e9,
     }  # fmt: skip
 
 

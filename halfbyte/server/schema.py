@@ -87,10 +87,11 @@ def sampling(given: Given, model: Model) -> SamplingParams:
 
 
 def form(wanted: Given | None) -> tuple[Kind, str] | None:
-    """The form that a reply must have: OpenAI's response_format, with grammars as llama.cpp takes them."""
+    """The form that a reply must have: OpenAI's response_format, with grammars and schemas as llama.cpp takes them."""
     match wanted["type"] if wanted else "text":
         case "json_object":
-            return "json_schema", '{"type": "object"}'
+            assert wanted is not None
+            return "json_schema", json.dumps(wanted.get("schema") or {"type": "object"})
         case "json_schema":
             assert wanted is not None
             return "json_schema", json.dumps((wanted.get("json_schema") or wanted)["schema"])

@@ -156,7 +156,8 @@ def openai(model: Model, settings: Settings) -> dict[str, Field]:
     schema_bytes, several = settings.max_schema_kb * 1000, stops(settings)
     inner = Table({"name": Text(), "schema": Object(schema_bytes), "strict": Flag()}, ("schema",))
     forms = {
-        "text": Table({}), "json_object": Table({}), "json_schema": Table({"json_schema": inner}, ("json_schema",)),
+        "text": Table({}), "json_object": Table({"schema": Object(schema_bytes)}),
+        "json_schema": Table({"json_schema": inner}, ("json_schema",)),
         "grammar": Table({"grammar": Text(schema_bytes, 1)}, ("grammar",)),
         "regex": Table({"regex": Text(schema_bytes, 1)}, ("regex",)),
     }  # fmt: skip
