@@ -117,7 +117,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **template_args: Any,
     ) -> str:
-        """The text that the chat template makes of messages, byte for byte that of transformers."""
+        """The text that the chat template makes of messages, byte for byte that of transformers. Parts are one text."""
         given = [each_string(message, clean) for message in _normal(messages)]
         more = each_string({"tools": tools, **template_args}, clean)
         return self._render(given, more, add_generation_prompt)
