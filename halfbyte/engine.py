@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from operator import index
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from .cache import Cache
 from .decoding import Drawn
 from .flights import Draw, Flights, slots_of
+from .machine import one_for_torch
 from .models.decoder import Decoder
 from .ops.dispatch import is_deterministic, watched
 from .prefilling import prefill, together
@@ -45,6 +47,7 @@ class Engine:
         self.ahead = model.device.type == "cuda" if ahead is None else ahead
         if model.residency is not None and not model.residency.replayable:
             self.replays = False
+        self.threads = one_for_torch if model.device.type == "cpu" else nullcontext
         self.sampler = Sampler(cache.padding.stop, model.vocabulary, model.device)
         self.flights = Flights(model, cache, self.sampler)
         self.room = cache.chunk  # tokens of prompts that a step takes
@@ -74,12 +77,8 @@ class Engine:
         """Compute one step. A request that has ended leaves its slot; its state stays there until the next step."""
         while self.waiting and self.free:
             self._start(self.waiting.popleft())
-        answering = [request for request in self.running if request.computed == len(request.prompt)]
-        if self.replays and (self.ahead or len(answering) == len(self.running)) and all(map(replayable, answering)):
-            made = self._replayed(answering)
-        else:  # a step may be under way where somebody has come who cannot be replayed
-            flight = self.flights.land()
-            made = self._written() if flight is None else flight.made()
+        with self.threads():
+            made = self._computed()
         for request, id, _ in made:
             request.made.append(id)
             if id in request.stop_ids:
@@ -87,6 +86,13 @@ class Engine:
             elif len(request.made) == request.max_tokens:
                 self._finish(request, "length")
         return made
+
+    def _computed(self) -> list[Made]:
+        answering = [request for request in self.running if request.computed == len(request.prompt)]
+        if self.replays and (self.ahead or len(answering) == len(self.running)) and all(map(replayable, answering)):
+            return self._replayed(answering)
+        flight = self.flights.land()  # one may be under way where somebody has come who cannot be replayed
+        return self._written() if flight is None else flight.made()
 
     def _written(self) -> list[Made]:
         """All the work of a step at once, as the model is written."""

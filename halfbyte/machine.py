@@ -7,8 +7,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -79,8 +79,9 @@ def compiled_read() -> Callable[[Any, int], int]:
 
 
 def threading_layer() -> str:
-    """Which of Numba's thread pools runs the CPU kernels: omp, tbb or workqueue."""
-    import_module("halfbyte.kernels.numba")  # settles which are tried, in which order
+    """Which threads run the CPU kernels: our own, or one of Numba's pools, omp, tbb or workqueue."""
+    if import_module("halfbyte.kernels.numba").OWN_THREADS:  # it settles which are tried, in which order
+        return "own"
     import numba
 
     numba.get_num_threads()  # starts them
@@ -91,7 +92,7 @@ def slow_threads() -> str | None:
     """What to do where the threads of CPU kernels are slow to start, which nobody else would say; None where not."""
     if threading_layer() == "workqueue":
         return "numba has only its workqueue threads, 100 us a region: install libgomp (libgomp1), or `pip install tbb`"
-    if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
+    if threading_layer() == "omp" and os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
         return "OMP_WAIT_POLICY=PASSIVE sends threads to sleep between kernels, which doubles their time: unset it"
     return None
 
@@ -174,6 +175,26 @@ def share_threads() -> None:
     """For a thread that computes in another's place: Numba counts for each thread anew."""
     if _chosen:
         use_threads(_chosen[-1])
+
+
+@contextmanager
+def one_for_torch() -> Iterator[None]:
+    """Inside, torch keeps to the calling thread where our own threads run the kernels.
+
+    What it computes between them is little, and its threads would then look for more for milliseconds, on cores that
+    the kernels need.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    if before == 1 or threading_layer() != "own":
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @cache

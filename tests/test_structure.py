@@ -83,7 +83,7 @@ BELOW = {
     "prefilling": {"cache", "graph", "models", "ops", "replaying", "step"},
     "request": {"sampling"},
     "flights": {"cache", "decoding", "models", "request", "sampling"},
-    "engine": {"cache", "decoding", "flights", "models", "ops", "prefilling", "request", "sampling", "step"},
+    "engine": {"cache", "decoding", "flights", "machine", "models", "ops", "prefilling", "request", "sampling", "step"},
     "recordings": {"decoding", "engine", "prefilling", "replaying"},
     "cache_file": {"cache", "errors", "files", "models", "ops"},
     "conversation": {"cache", "chat", "engine", "errors", "memory", "models", "prefixes", "sampling", "text"},

@@ -20,7 +20,6 @@ WORD, STATUS = ir.IntType(64), ir.IntType(32)
 NONE = -2  # what a function may return beside 0 where all went well: its result is None
 UNUSUAL, FAILED = 1, 2  # what a trampoline answers: a kernel returned something other than 0; it raised
 _known: dict[str, tuple[Any, ...]] = {}  # of compiled functions, by their names: where they are, how they are called
-_engines: list[Any] = []  # what was compiled here lives as long as the process
 
 
 class Launch:
@@ -120,26 +119,37 @@ def walker(module):
     code.ret(row)
 
 
-def addresses_of(build, names):
-    """Compile what build(module) puts into a module; where each of these functions is."""
-    module = ir.Module()
-    module.triple = binding.get_process_triple()
-    build(module)
+def addresses_of(text, names):
+    """Compile a module of LLVM's; where each of these functions is."""
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    triple = binding.get_process_triple()
     with global_compiler_lock:
-        parsed = binding.parse_assembly(str(module))
-        machine = binding.Target.from_triple(module.triple).create_target_machine(opt=1)
+        parsed = binding.parse_assembly(text)
+        parsed.triple = triple
+        machine = binding.Target.from_triple(triple).create_target_machine(opt=1)
         engine = binding.create_mcjit_compiler(parsed, machine)
         engine.finalize_object()
-    _engines.append(engine)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))  # threads run its code until the process has ended
     return [engine.get_function_address(name) for name in names]
+
+
+def built(build):
+    """What build(module) puts into a module, as text."""
+    module = ir.Module()
+    build(module)
+    return str(module)
 
 
 @cache
 def walk():
-    """The compiled walker. It lets Python's lock go, unless Numba's threads serve one caller at a time."""
-    (address,) = addresses_of(walker, ["walk"])
+    """The compiled walker. It lets Python's lock go, unless the threads serve one caller at a time."""
+    from . import OWN_THREADS
+
+    (address,) = addresses_of(built(walker), ["walk"])
     numba.get_num_threads()  # starts them
-    kind = ctypes.PYFUNCTYPE if numba.threading_layer() == "workqueue" else ctypes.CFUNCTYPE
+    lonely = not OWN_THREADS and numba.threading_layer() == "workqueue"
+    kind = ctypes.PYFUNCTYPE if lonely else ctypes.CFUNCTYPE
     return kind(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(address)
 
 
@@ -151,9 +161,8 @@ def trampolines(launches):
     new = {one.shape: one for one in launches if one.shape not in _trampolines}
     if new:
         names = {shape: f"call{index}" for index, shape in enumerate(new)}
-        found = addresses_of(
-            lambda module: [trampoline(module, names[shape], one) for shape, one in new.items()], names.values()
-        )
+        text = built(lambda module: [trampoline(module, names[shape], one) for shape, one in new.items()])
+        found = addresses_of(text, names.values())
         _trampolines.update(zip(new, found, strict=True))
     return [_trampolines[one.shape] for one in launches]
 
