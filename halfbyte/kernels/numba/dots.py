@@ -12,7 +12,7 @@ it float; the power of two is taken from the prepared activations. That is three
 block's sums begin with its - c sum x, one more vector that is prepared. Codes of 3, 5 and 6 bits are shifted under the
 exponent of 1.0, and 1.5 is subtracted.
 
-`dot_exact` is the other way: every weight and every sum in float64, for matrices too small to be worth more.
+exact.py is the other way: every weight and every sum in float64, for matrices too small to be worth more.
 
 A tile is four rows of weights. Against four rows of activations they are done together; against one, STREAMS at a time,
 which lie far apart, for that keeps the memory busy. Zen 4 fetches two such streams ahead by itself, best if it is not
@@ -55,7 +55,6 @@ VALUES = {"dense": 1, "affine1": 32, "affine2": 16, "affine3": 32, "affine4": 8,
           "affine8": 4, "fp4": 4, "fp8": 2}  # fmt: skip
 KINDS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16, "e8m0": np.uint8, "e4m3": np.int8}
 HALF = ir.HalfType()
-DVEC = ir.VectorType(ir.DoubleType(), WIDTH)
 FETCHES_AHEAD = (config.CPU_NAME or binding.get_host_cpu_name()).startswith("znver")
 STREAMS, PREFETCH = (2, 0) if FETCHES_AHEAD else (4, 1024)  # rows of weights at a time; bytes ahead in each
 
@@ -177,7 +176,7 @@ class Layout:
         return [builder.inttoptr(builder.add(b, builder.mul(row, step)), I8.as_pointer()) for b, step in pairs]
 
     def exact_weights(self, builder, places, block, n, kind):
-        """The weights of a block, V vectors of FVEC (rounded once) or DVEC (exact)."""
+        """The weights of a block, V vectors of float32 (rounded once) or float64 (exact)."""
 
         def wide(v):
             return v if kind == FVEC else builder.fpext(v, kind)
@@ -372,39 +371,6 @@ else:
     @inlined
     def four_rows(streams):
         return streams[0]
-
-
-@intrinsic
-def dot_exact(typing, form, grouping, K, words, scales, biases, row, x, at):
-    """One row of weights times one row of prepared activations, in float64 throughout: the weights are exact."""
-    layout = Layout(form, grouping)
-
-    def generate(context, builder, signature, args):
-        K, words, scales, biases, row = args[2:7]
-        places = layout.row_pointers(builder, K, words, scales, biases, row)
-        data = context.make_array(signature.args[7])(context, builder, args[7]).data
-        x = builder.bitcast(builder.gep(data, [args[8]]), I8.as_pointer())
-        running = cgutils.alloca_once_value(builder, constant(DVEC, 0.0))
-        builder.store(constant(DVEC, 0.0), running)
-
-        def add_block(block, n):
-            weights = layout.exact_weights(builder, places, block, n, DVEC)
-            for j, (weight, power) in enumerate(zip(weights, powers(layout.name), strict=True)):
-                offset = builder.add(builder.mul(block, I64(layout.prepared_bytes)), I64(4 * WIDTH * j))
-                activation = read(builder, builder.gep(x, [offset]), FVEC)
-                plain = builder.fmul(activation, constant(FVEC, 1.0 / float(power)))
-                builder.store(fused(builder, weight, builder.fpext(plain, DVEC), builder.load(running)), running)
-
-        blocks = builder.udiv(K, I64(layout.block))
-        with cgutils.for_range(builder, blocks) as loop:
-            add_block(loop.index, None)
-        rest = builder.urem(K, I64(layout.block))
-        with builder.if_then(builder.icmp_unsigned("!=", rest, I64(0))):
-            add_block(blocks, builder.udiv(rest, I64(layout.values)))
-        return builder.fptrunc(folded(builder, builder.load(running), builder.fadd), F32)
-
-    intp = types.intp
-    return types.float32(form, grouping, intp, intp, intp, intp, intp, x, intp), generate
 
 
 @intrinsic

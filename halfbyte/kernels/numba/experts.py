@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .compiled import alone, looks_at_values
+from .compiled import alone, inner, looks_at_values
 from .lanes import floats_in_lines
 from .products import Activations, format_of, multiply, prepare_rows, run_products
 from .quant import NV_RANGE, matrices
@@ -69,15 +69,38 @@ def expert_qmm(x, ids, w, *, out=None):
     return finish(y, x.dtype, out)
 
 
+@inner
+def sorted_pairs(flat, E):
+    """The experts of `flat` (pairs' choices) in order, where each one's pairs begin, and the pairs in that order."""
+    counts, jobs = np.zeros(E, np.int64), 0
+    for expert in flat:
+        jobs += 1 if counts[expert] == 0 else 0
+        counts[expert] += 1
+    experts, first, pairs = np.empty(jobs, np.int64), np.empty(jobs + 1, np.int64), np.empty(flat.size, np.int64)
+    job, total = 0, 0
+    for expert in range(E):
+        if counts[expert]:
+            experts[job], first[job] = expert, total
+            total, counts[expert] = total + counts[expert], total  # from here on: where its next pair goes
+            job += 1
+    first[jobs] = total
+    for pair in range(flat.size):
+        pairs[counts[flat[pair]]] = pair
+        counts[flat[pair]] += 1
+    return experts, first, pairs
+
+
 @alone
 def few_tokens_kernel(
-    form, grouping, planes, lane_values, powers, centre, group, hidden, inner, wide, narrow, gate, up, down, experts,
-    first, x_rows, pairs, activation, x, y,
+    form, grouping, planes, lane_values, powers, centre, group, hidden, inner, wide, narrow, gate, up, down, ids, each,
+    activation, x, y,
 ):  # fmt: skip
-    """gate, up, down: addresses [3, E]; wide, narrow: floats of a prepared row of `hidden` and of `inner`.
+    """gate, up, down: addresses [3, E]; wide, narrow: floats of a prepared row of `hidden` and of `inner`; each: how
+    many choices in a row share one of x's.
 
     Returns how many rows, before or after the activation, have sums that are not finite.
     """
+    experts, first, pairs = sorted_pairs(ids, gate.shape[1])
     J, P, odd = experts.size, pairs.size, 0
     both, downs = np.empty((3, 2 * J), np.int64), np.empty((3, J), np.int64)
     for j in range(J):
@@ -88,30 +111,35 @@ def few_tokens_kernel(
     for j in range(J + 1):
         firsts[j], firsts[J + j] = first[j], P + first[j]
     for i in range(P):
-        rows[i], rows[P + i], places[i], places[P + i] = x_rows[i], x_rows[i], pairs[i], P + pairs[i]
+        rows[i] = rows[P + i] = pairs[i] // each
+        places[i], places[P + i] = pairs[i], P + pairs[i]
     T, h = x.size // hidden, np.empty(2 * P * inner, np.float32)
     prepared, sums = floats_in_lines(T * wide), np.empty(T * (hidden // group), np.float32)
     odd += prepare_rows(form, grouping, planes, lane_values, powers, centre, group, x, T, hidden, prepared, wide, sums)
-    run_products(form, grouping, planes, group, hidden, inner, both, firsts, rows, places, prepared, wide, sums, h)
+    run_products(
+        form, grouping, planes, powers, group, hidden, inner, both, firsts, rows, places, prepared, wide, sums, h
+    )
     glu_span(h.ctypes.data, h[P * inner :].ctypes.data, activation, h.ctypes.data, np.intp(0), P * inner)
     prepared, sums = floats_in_lines(P * narrow), np.empty(P * (inner // group), np.float32)
     odd += prepare_rows(form, grouping, planes, lane_values, powers, centre, group, h, P, inner, prepared, narrow, sums)
-    run_products(form, grouping, planes, group, inner, hidden, downs, first, pairs, pairs, prepared, narrow, sums, y)
+    run_products(
+        form, grouping, planes, powers, group, inner, hidden, downs, first, pairs, pairs, prepared, narrow, sums, y
+    )
     return odd
 
 
-def mlp_of_few(x, choices, experts, activation, y):
+def mlp_of_few(x, ids, each, experts, activation, y):
     """The MLP in one call, into y; returns whether that was done: for a few tokens, of experts in one affine format."""
     parts = experts.gate, experts.up, experts.down
     form, inner, hidden = format_of(parts[0]), parts[2].shape[2], parts[2].shape[1]
     alike = form.affine and all(format_of(w) is form for w in parts[1:])
-    if not alike or choices.pairs.size * hidden >= FEW:
+    if not alike or ids.size * hidden >= FEW:
         return False
     found = [expert_addresses(w) for w in parts]
     return not few_tokens_kernel(
         form.form, form.grouping, form.planes, form.lane_values, form.powers, form.centre, form.group, hidden, inner,
-        form.row_stride(hidden), form.row_stride(inner), *(addresses for addresses, _ in found), choices.experts,
-        choices.first, choices.x_rows, choices.pairs, ACTIVATION[activation], x, y,
+        form.row_stride(hidden), form.row_stride(inner), *(addresses for addresses, _ in found), ids, each,
+        ACTIVATION[activation], x, y,
     )  # fmt: skip
 
 
@@ -120,9 +148,11 @@ def expert_mlp(x, ids, experts, activation="silu", *, out=None):
     y = destination((*ids.shape, hidden), out)
     if not y.numel():
         return finish(y, x.dtype, out)
-    choices, source, ready = Choices(ids, x.ndim == 2), floats(x), {}
-    if mlp_of_few(source, choices, experts, activation, y.numpy().reshape(-1)):
+    shared, source, ready = x.ndim == 2, floats(x), {}
+    each = ids.shape[1] if shared else 1
+    if mlp_of_few(source, ids.contiguous().numpy().reshape(-1), each, experts, activation, y.numpy().reshape(-1)):
         return finish(y, x.dtype, out)
+    choices = Choices(ids, shared)
     gate, up = np.empty((2, ids.numel(), inner), np.float32)
     for w, result in ((experts.gate, gate), (experts.up, up)):
         form = format_of(w)

@@ -19,7 +19,6 @@ from .compiled import inner, kernel
 from .dots import (
     VALUES,
     begun,
-    dot_exact,
     four_rows,
     one_row_dots,
     permute_block,
@@ -28,6 +27,7 @@ from .dots import (
     tile_rows,
     token,
 )
+from .exact import exact_kernel
 from .lanes import WIDTH, compiled_once, floats_in_lines, load, total
 from .plane_products import FEW_NUMBERS, RUNS, SMALL, plane_products_kernel, prepare_planes, prepare_planes_kernel
 from .planes import Planes, multiplies_bytes, offers
@@ -103,14 +103,9 @@ def prepare_row(x, base, K, lane_values, powers, centre, group, prepared, place,
     for first in range(0, whole, wide):
         permute_block(lane_values, x, base + first, powers, centre, prepared, place + first // wide * pitch)
     if whole < K:
-        place += whole // wide * pitch
-        if centre != 0:
-            prepared[place + wide : place + pitch] = 0
-        for i in range(wide):
-            v = x[base + whole + i] if whole + i < K else np.float32(0)
-            prepared[place + i % values * WIDTH + i // values] = v * powers[i % values]
-            if centre != 0:
-                prepared[place + wide + i // values] += v * centre
+        rest = np.zeros(wide, np.float32)
+        rest[: K - whole] = x[base + whole : base + K]
+        permute_block(lane_values, rest, np.intp(0), powers, centre, prepared, place + whole // wide * pitch)
     check = np.float32(0)
     if sums.size:
         for g in range(K // group):
@@ -216,37 +211,6 @@ def products_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, 
 
 
 @inner
-def exact_products(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, low, high):
-    """Tasks low .. high: task t is listed row t // N of activations times row t % N of the weights of its job."""
-    compiled_once()
-    j = 0
-    for task in range(low, high):
-        i, n = task // N, task % N
-        while first[j + 1] <= i:
-            j += 1
-        at = x_rows[i] * stride
-        y[y_rows[i] * N + n] = dot_exact(form, grouping, K, words[j], scales[j], biases[j], n, x, at)
-
-
-@kernel
-def exact_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y):
-    """As products_kernel, with the weights and sums of `dot_exact`."""
-    tasks = x_rows.size * N
-    runs = min(tasks, RUNS)
-    if tasks * K < SMALL:
-        exact_products(
-            form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, np.intp(0), tasks
-        )
-    else:
-        for index in prange(runs):
-            run = np.intp(index)
-            exact_products(
-                form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, tasks * run // runs,
-                tasks * (run + 1) // runs,
-            )  # fmt: skip
-
-
-@inner
 def prepare_rows(form, grouping, planes, lane_values, powers, centre, group, x, rows, K, prepared, stride, sums):
     """Prepare rows of x, on this thread; returns how many have sums that are not finite."""
     odd, G = 0, K // group
@@ -259,12 +223,12 @@ def prepare_rows(form, grouping, planes, lane_values, powers, centre, group, x, 
 
 
 @inner
-def run_products(form, grouping, planes, group, K, N, addresses, first, x_rows, y_rows, x, stride, sums, y):
+def run_products(form, grouping, planes, powers, group, K, N, addresses, first, x_rows, y_rows, x, stride, sums, y):
     """As `multiply`, of an affine format, inside a kernel: x is prepared and finite."""
     words, scales, biases = addresses[0], addresses[1], addresses[2]
     if planes.ndim == 0:
         if N * K <= EXACT:
-            exact_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y)
+            exact_kernel(form, grouping, powers, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y)
         else:
             G = K // group
             products_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, sums, G, y)
@@ -287,7 +251,7 @@ def multiply(activations, addresses, first, x_rows, y_rows, y, N):
     if form.planes.ndim:
         plane_products_kernel(form.form, form.grouping, form.planes, form.group, K, N, *addresses, *lists, x, stride, y)
     elif N * K <= EXACT:
-        exact_kernel(form.form, form.grouping, K, N, *addresses, *lists, x, stride, y)
+        exact_kernel(form.form, form.grouping, form.powers, K, N, *addresses, *lists, x, stride, y)
         return
     else:
         G = K // form.group if form.affine else 0
@@ -298,4 +262,5 @@ def multiply(activations, addresses, first, x_rows, y_rows, y, N):
         odd, exact = ~np.isfinite(told).all(1)[x_rows], activations.exact
         starts = np.concatenate(([0], np.cumsum(odd)))[first]
         lists = starts, x_rows[odd], y_rows[odd]
-        exact_kernel(form.form, form.grouping, K, N, *addresses, *lists, exact.prepared, exact.stride, y)
+        rows = exact.prepared, exact.stride, y
+        exact_kernel(form.form, form.grouping, form.powers, K, N, *addresses, *lists, *rows)
