@@ -77,6 +77,13 @@ def test_a_stream_says_the_same(client, loaded):
     assert not chunks[-1].choices and chunks[-1].usage.completion_tokens == 40
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_answer_has_the_headers_of_its_own_request_alone(server, stream):
+    answers = [server.chat("Hello", 2, stream=stream).headers for _ in range(3)]
+    ids = [headers.get_list("x-request-id") for headers in answers]
+    assert [len(one) for one in ids] == [1, 1, 1] and len({one[0] for one in ids}) == 3
+
+
 def test_a_stream_ends_with_done_and_has_usage_only_where_asked(server):
     body = {"messages": ASK, "max_tokens": 3, "stream": True}
     response = server.post(CHAT, body)

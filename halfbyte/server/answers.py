@@ -64,6 +64,9 @@ class OpenAI(ABC):
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.opened: set[int] = set()  # replies of which something was sent
+        # Around a choice, in every chunk: written once.
+        self.before = b"data: " + written(self._head(self.chunk_object))[:-1] + b',"choices":['
+        self.behind = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
 
     def whole(self, replies: list[list[Piece]]) -> dict[str, Any]:
         choices = [self.choice(index, pieces) for index, pieces in enumerate(replies)]
@@ -74,8 +77,7 @@ class OpenAI(ABC):
         if index not in self.opened:
             self.opened.add(index)
             choices = [*self.opening(index), *choices]
-        more = {"usage": None} if self.include_usage else {}
-        return b"".join(event({**self._head(self.chunk_object), "choices": [choice], **more}) for choice in choices)
+        return b"".join(self.before + written(choice) + self.behind for choice in choices)
 
     def end(self) -> bytes:
         last = {**self._head(self.chunk_object), "choices": [], "usage": usage(self.jobs)}

@@ -75,7 +75,8 @@ class Counted:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message.setdefault("headers", []).append((b"x-request-id", scope["request_id"].encode()))
+                mine = (b"x-request-id", scope["request_id"].encode())
+                message = {**message, "headers": [*message.get("headers", ()), mine]}  # the list may be everybody's
             await send(message)
 
         try:

@@ -13,11 +13,11 @@ from ..scheduler import QueueFull, Scheduler, Unwell
 from .answers import Answer
 from .refusals import Refused
 
-EVENT_STREAM = [
+EVENT_STREAM = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy must not collect what is meant to flow
-]
+)
 
 
 class Ticket:
