@@ -64,20 +64,18 @@ def plan(
 ) -> Step:
     """A step for (slot, new ids) pairs, where slot s holds held[s] tokens so far.
 
-    Requests with one new token share a run. The logits come in the order of `work`: those of each request's last new
-    token, of all its new tokens or of none.
+    Requests with as many new tokens share a run. The logits come in the order of `work`: those of each request's last
+    new token, of all its new tokens or of none.
     """
     wishes = [wanted] * len(work) if isinstance(wanted, str) else wanted
-    order = sorted(range(len(work)), key=lambda i: len(work[i][1]) > 1)  # stable: single tokens first
-    singles = sum(len(ids) == 1 for _, ids in work)
-    groups = [order[:singles], *([i] for i in order[singles:])]
+    groups: dict[int, list[int]] = {}
+    for i, (_, new) in enumerate(work):
+        groups.setdefault(len(new), []).append(i)
     ids: list[int] = []
     positions: list[int] = []
     runs, firsts = [], {}
-    for group in groups:
-        if not group:
-            continue
-        start, L = len(ids), len(work[group[0]][1])
+    for L, group in sorted(groups.items()):
+        start = len(ids)
         for i in group:
             slot, new = work[i]
             firsts[i] = len(ids)

@@ -317,7 +317,8 @@ def test_short_prompts_share_a_step(start, monkeypatch):
             scheduler.submit(one)
     for one in jobs:
         desk.wait(one)
-    assert [len(step.runs) for step in steps[:2]] == [3, 4]  # three prompts; their first tokens and the next three
+    shapes = [[(run.B, run.L) for run in step.runs] for step in steps[:2]]
+    assert shapes == [[(3, 10)], [(3, 1), (3, 10)]]  # three prompts; their first tokens and the next three
     monkeypatch.undo()
     assert [desk.ids(one) for one in jobs] == [alone(one.prompt, 2) for one in jobs]
 
