@@ -161,12 +161,13 @@ def test_ctrl_c_stops_the_reply_and_nothing_else(terminal, loaded, tmp_path):
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
     conversation = Conversation(*loaded)
     for question, partial in (messages[:2], messages[2:]):
-        whole = ""
+        whole, shown = "", partial["content"].rstrip("\ufffd")  # half a character at the stop is shown as such
         reply = conversation.say(question["content"])
-        while len(whole) < len(partial["content"]):
+        while len(whole) < len(shown):
             whole += next(reply).text
         reply.close()
-        assert partial["content"] and whole == partial["content"]
+        assert shown and whole.startswith(shown)
+        conversation.messages[-1] = partial
 
 
 def test_several_lines_and_no_colours(terminal, tmp_path):
