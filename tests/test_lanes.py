@@ -9,6 +9,7 @@ import pytest
 from numba import njit
 
 from halfbyte.kernels.numba import lanes
+from halfbyte.kernels.numba.compiled import inner
 
 
 @njit
@@ -21,6 +22,31 @@ def widen(a, y):
 def exponentials(a, y):
     for i in range(0, a.size, 16):
         lanes.store(y, i, lanes.exp(lanes.load(a, i)))
+
+
+@inner
+def one_of(a, i):
+    lanes.compiled_once()
+    return a[i]
+
+
+@inner
+def doubled(pair, at):
+    """The first of two arrays, doubled into the second by way of the stack."""
+    once, twice = lanes.stack_floats(20), lanes.stack_floats(20)
+    for i in range(20):
+        once[i], twice[i] = pair[0][at + i], 2 * pair[0][at + i]
+    for i in range(20):
+        pair[1][at + i] = one_of(twice if once[i] == pair[0][at + i] else once, i)
+    return once.ctypes.data % 64 + twice.ctypes.data % 64 + once.size - twice.size
+
+
+@njit
+def doubled_in_turns(a, y):
+    total = 0
+    for at in range(0, a.size, 20):
+        total += doubled((a, y), at)
+    return total
 
 
 @njit
@@ -72,6 +98,13 @@ def test_a_tail_reads_nothing_after_it(n):
     for a in (np.arange(1, 17, dtype=np.float32), np.arange(1, 17).astype(np.float16).view(np.int16)):
         first_n(a[:n], n, y)
         assert np.array_equal(y, np.where(np.arange(16) < n, np.arange(1, 17), 0))
+
+
+def test_room_on_the_stack_is_counted_by_nobody():
+    a, y = np.arange(1000, dtype=np.float32), np.zeros(1000, np.float32)
+    assert doubled_in_turns(a, y) == 0 and np.array_equal(y, 2 * a)
+    (compiled,) = doubled.overloads.values()
+    assert "NRT_incref" not in compiled.library.get_llvm_str()
 
 
 def test_sums_of_lanes():

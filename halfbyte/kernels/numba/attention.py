@@ -14,14 +14,14 @@ from numba import get_num_threads, prange
 
 from . import lanes
 from .cache import indices, strided
-from .compiled import inlined, inner, kernel
+from .compiled import allocating, inlined, inner, kernel
 from .lanes import compiled_once
 from .tiles import MINUS_INF, TILE, begin_query, finish_query, merge_tile, tile_scores, tile_values, tile_weights
 from .views import SERIAL, destination, finish, floats
 
 BLOCK = 64  # queries that share each load of a tile: a block's queries, scores and sums stay in a core's L2
 TOGETHER = 128  # queries of a set, at most
-SMALL = 1 << 20  # multiply-adds below which a call stays on its thread
+SMALL = 1 << 17  # multiply-adds below which a call stays on its thread
 MOST = 1 << 24  # numbers of results of single tiles, which are kept until they are merged
 
 
@@ -96,7 +96,7 @@ def blocks_at(turn, line, together):
     return block, block + min(together, line - first)
 
 
-@inner
+@allocating
 def plan(B, sizes, options, lengths, threads):
     """(blocks of a set, each set's tiles, where its first tile stands among those of all sets, multiply-adds).
 
@@ -154,7 +154,7 @@ def see_tile(tile, counts, lows, highs, near, far, spans):
         spans[n, 0], spans[n, 1] = first, end
 
 
-@inner
+@allocating
 def attend(q, q_pe, k, e, v, strides, slots, lengths, sizes, options, blocks, tiles, parts, at, running):
     """Some tiles of a set. Where there are `parts`, they take its states from `at` on; else tiles are merged."""
     compiled_once()
@@ -188,7 +188,7 @@ def attend(q, q_pe, k, e, v, strides, slots, lengths, sizes, options, blocks, ti
                     merge_tile(running, to, peaks, sums, o, place - first * room, Dv)
 
 
-@inner
+@allocating
 def walk(q, q_pe, k, e, v, strides, slots, lengths, sizes, options, together, tiles, turn, running):
     """All tiles of set `turn`, merged as they come."""
     compiled_once()

@@ -3,6 +3,10 @@
 Dividing by zero gives infinity or NaN, as in torch. Kernels run in parallel where they say prange and are kept on disk.
 What only kernels call has no wrappers for Python, which take half of the time to compile. Two things would have it
 compiled a second time: a prange index, which is unsigned, and a literal. `np.intp(index)` and `np.intp(0)` do not.
+
+Numba counts who holds an array, atomically, at every function that is given one: threads that share arrays take turns
+at the counts, which took a quarter of attention's time. So what kernels call does not count. It cannot make arrays
+then, but has `lanes.stack_floats`; what must is `allocating`, and leaves its loops to others.
 """
 
 from collections.abc import Callable
@@ -37,8 +41,9 @@ kernel = _called_from_python(parallel=True)
 alone = _called_from_python()  # on one thread
 unlocked = _called_from_python(nogil=True)  # the same, while other threads run Python
 unfolded = njit(inline="always", error_model="numpy")  # inlined before types are known
-inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
+allocating = njit(_nrt=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inner = njit(_nrt=False, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inlined = njit(_nrt=False, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
 @contextmanager

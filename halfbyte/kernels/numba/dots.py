@@ -53,6 +53,7 @@ FORMATS = ("dense", "affine1", "affine2", "affine3", "affine4", "affine5", "affi
 GROUPS = (16, 32, 64, 128)
 VALUES = {"dense": 1, "affine1": 32, "affine2": 16, "affine3": 32, "affine4": 8, "affine5": 32, "affine6": 16,
           "affine8": 4, "fp4": 4, "fp8": 2}  # fmt: skip
+WIDEST = WIDTH * max(VALUES.values())  # weights of a block, in any format
 KINDS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16, "e8m0": np.uint8, "e4m3": np.int8}
 HALF = ir.HalfType()
 FETCHES_AHEAD = (config.CPU_NAME or binding.get_host_cpu_name()).startswith("znver")

@@ -11,7 +11,7 @@ from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .compiled import inner, kernel
+from .compiled import allocating, inner, kernel
 from .dots import Layout, powers
 from .lanes import (
     F32,
@@ -177,16 +177,13 @@ def tile_of_rows(weights, length, N, row, i, end, x_rows, y_rows, x, stride, blo
 
 
 @inner
-def exact_products(form, grouping, powers, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, low, high):
-    """Tiles whose work, in rows of activations, begins at low .. high, where all tiles of a job come before the next.
-
-    A job's work is rows x tiles; whole tiles are done, so that their weights are unpacked once.
-    """
-    compiled_once()
+def exact_tiles(
+    form, grouping, powers, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, low, high, room
+):  # fmt: skip
+    """As `exact_products`, with room for a tile of unpacked weights."""
     V, tiles, j = powers.size, (N + ROWS - 1) // ROWS, 0
     blocks = (K + WIDTH * V - 1) // (WIDTH * V)
     length = blocks * WIDTH * V
-    room = floats_in_lines(2 * ROWS * length).view(np.float64)
     while first[j + 1] * tiles <= low:
         j += 1
     while j < words.size and first[j] * tiles < high:
@@ -209,6 +206,21 @@ def exact_products(form, grouping, powers, K, N, words, scales, biases, first, x
                     2 * K <= WIDTH * V, y,
                 )  # fmt: skip
         j += 1
+
+
+@allocating
+def exact_products(form, grouping, powers, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, low, high):
+    """Tiles whose work, in rows of activations, begins at low .. high, where all tiles of a job come before the next.
+
+    A job's work is rows x tiles; whole tiles are done, so that their weights are unpacked once.
+    """
+    compiled_once()
+    V = powers.size
+    length = (K + WIDTH * V - 1) // (WIDTH * V) * WIDTH * V
+    room = floats_in_lines(2 * ROWS * length).view(np.float64)
+    exact_tiles(
+        form, grouping, powers, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, low, high, room
+    )  # fmt: skip
 
 
 @kernel

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .compiled import alone, inner, looks_at_values
+from .compiled import allocating, alone, looks_at_values
 from .lanes import floats_in_lines
 from .products import Activations, format_of, multiply, prepare_rows, run_products
 from .quant import NV_RANGE, matrices
@@ -69,7 +69,7 @@ def expert_qmm(x, ids, w, *, out=None):
     return finish(y, x.dtype, out)
 
 
-@inner
+@allocating
 def sorted_pairs(flat, E):
     """The experts of `flat` (pairs' choices) in order, where each one's pairs begin, and the pairs in that order."""
     counts, jobs = np.zeros(E, np.int64), 0

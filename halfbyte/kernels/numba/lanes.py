@@ -19,6 +19,7 @@ from numba import types
 from numba.core import cgutils, config
 from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_jitable, register_model
+from numba.np.arrayobj import populate_array
 
 WIDTH = 16
 LINE = 64  # bytes
@@ -30,6 +31,25 @@ def floats_in_lines(count):
     room = np.empty(count + LINE // 4, np.float32)
     start = (LINE - room.ctypes.data % LINE) % LINE // 4
     return room[start : start + count]
+
+
+@intrinsic(prefer_literal=True)
+def stack_floats(typing, count):
+    """So many float32 (a constant), in a cache line of their own, on the stack: only until the function returns.
+
+    Nobody counts who holds them, as for arrays, and they cost nothing to get.
+    """
+    kind, size = types.Array(types.float32, 1, "C"), count.literal_value
+
+    def generate(context, builder, signature, args):
+        place = cgutils.alloca_once(builder, ir.ArrayType(F32, size))
+        place.align = LINE
+        array = context.make_array(kind)(context, builder)
+        data = builder.bitcast(place, F32.as_pointer())
+        populate_array(array, data, (I64(size),), (I64(4),), I64(4), None)
+        return array._getvalue()
+
+    return kind(count), generate
 
 
 class Lanes(types.Type):

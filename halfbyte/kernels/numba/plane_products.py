@@ -6,9 +6,23 @@ Jobs are those of products.py. Up to FEW rows of activations go by `plane_dots`,
 import numpy as np
 from numba import prange
 
-from .compiled import inlined, inner, kernel
-from .dots import tile_rows
-from .lanes import WIDTH, compiled_once, floats_in_lines, fma, larger, largest, load, store, store_n, total, zeros
+from .compiled import allocating, inlined, inner, kernel
+from .dots import WIDEST, tile_rows
+from .lanes import (
+    WIDTH,
+    compiled_once,
+    floats_in_lines,
+    fma,
+    larger,
+    largest,
+    load,
+    load_n,
+    stack_floats,
+    store,
+    store_n,
+    total,
+    zeros,
+)
 from .plane_tiles import ROWS, TILE, plane_codes, plane_scales, plane_tile
 from .planes import plane_block, plane_dots, plane_sizes, plane_sums
 
@@ -41,7 +55,7 @@ def prepare_planes(form, grouping, planes, x, base, K, group, prepared, place):
     wide = WIDTH * values
     block_floats = planes.ndim * wide // 4
     G, check, top = K // group, zeros(), HIGHEST if planes.ndim == 1 else HIGHEST * np.float32(256)
-    inverses, tail = np.zeros(WIDTH, np.float32), np.zeros(wide, np.float32)
+    inverses, tail = stack_floats(WIDTH), stack_floats(WIDEST)
     for span in range((G + WIDTH - 1) // WIDTH):
         centres = place + blocks * block_floats
         ends = centres + parts * WIDTH
@@ -63,9 +77,11 @@ def prepare_planes(form, grouping, planes, x, base, K, group, prepared, place):
             first = block * wide // group
             if start + wide <= K:
                 plane_block(form, grouping, planes, x, base + start, inverses, first, prepared, place)
+            elif start >= K:
+                prepared[place : place + block_floats] = 0
             else:
-                for i in range(wide):
-                    tail[i] = x[base + start + i] if start + i < K else np.float32(0)
+                for i in range(0, wide, WIDTH):
+                    store(tail, i, load_n(x, base + start + i, min(WIDTH, max(0, K - start - i))))
                 plane_block(form, grouping, planes, tail, np.intp(0), inverses, first, prepared, place)
             place += block_floats
         place = ends + 2 * WIDTH
@@ -137,7 +153,7 @@ def fold_tile(running, rows, y, places, row, N):
             store_n(y, places[m] * N + row + side, load(running, m * TILE + side), np.intp(N - row - side))
 
 
-@inner
+@allocating
 def tile_products(
     form, grouping, planes, group, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, low, high
 ):

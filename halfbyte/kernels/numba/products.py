@@ -18,6 +18,7 @@ from numba import prange
 from .compiled import inner, kernel
 from .dots import (
     VALUES,
+    WIDEST,
     begun,
     four_rows,
     one_row_dots,
@@ -28,7 +29,7 @@ from .dots import (
     token,
 )
 from .exact import exact_kernel
-from .lanes import WIDTH, compiled_once, floats_in_lines, load, total
+from .lanes import WIDTH, compiled_once, floats_in_lines, load, load_n, stack_floats, store, total
 from .plane_products import FEW_NUMBERS, RUNS, SMALL, plane_products_kernel, prepare_planes, prepare_planes_kernel
 from .planes import Planes, multiplies_bytes, offers
 from .planes import token as planes_token
@@ -103,8 +104,9 @@ def prepare_row(x, base, K, lane_values, powers, centre, group, prepared, place,
     for first in range(0, whole, wide):
         permute_block(lane_values, x, base + first, powers, centre, prepared, place + first // wide * pitch)
     if whole < K:
-        rest = np.zeros(wide, np.float32)
-        rest[: K - whole] = x[base + whole : base + K]
+        rest = stack_floats(WIDEST)
+        for i in range(0, wide, WIDTH):
+            store(rest, i, load_n(x, base + whole + i, min(WIDTH, max(0, K - whole - i))))
         permute_block(lane_values, rest, np.intp(0), powers, centre, prepared, place + whole // wide * pitch)
     check = np.float32(0)
     if sums.size:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numba import prange
 
-from .compiled import inlined, inner, kernel
+from .compiled import allocating, inlined, inner, kernel
 from .dots import row_values
 from .lanes import WIDTH, compiled_once, fma, load, splat, store, zeros
 from .products import Activations, format_of, multiply
@@ -78,7 +78,7 @@ def qmm(x, w, *, transpose=True, out=None):
 SPAN = 256  # columns a task contracts: long enough streams, few enough sums to stay in L1
 
 
-@inner
+@allocating
 def contract_span(form, grouping, values, N, K, words, scales, biases, x, rows, jobs, job, first, count, y):
     """Columns of `count` blocks from block `first`: y[row, job] += x[row, job, n] w[n], one weight row at a time.
 

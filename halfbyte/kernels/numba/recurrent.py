@@ -11,11 +11,11 @@ from numba import prange
 
 from . import lanes
 from .cache import indices
-from .compiled import inlined, inner, kernel
+from .compiled import allocating, inlined, inner, kernel
 from .views import SERIAL, destination, finish, floats, raw
 
 CHUNK = 32
-PIECE = 256  # channels of a task of the convolution
+PIECE, TOGETHER = 256, 8  # channels and requests of a task of the convolution
 SMALL = 1 << 17  # elements of states times tokens: below this a call stays on its thread
 
 
@@ -25,10 +25,8 @@ def silu(v):
 
 
 @inner
-def conv_channels(x, weight, state, slot, silent, y, b, c, n, L, C, W, taps, before):
+def conv_channels(x, taps, state, slot, silent, y, b, c, n, L, C, W, before):
     """n channels from c of one request: new state first, then the tokens from last to first, so y may be x."""
-    for j in range(W):
-        lanes.store(taps, j * 16, lanes.load_spread(weight, c * W + j, W, n))
     at = (slot * (W - 1)) * C + c
     for j in range(W - 1):
         lanes.store(before, j * 16, lanes.load_n(state, at + j * C, n))
@@ -50,19 +48,23 @@ def conv_channels(x, weight, state, slot, silent, y, b, c, n, L, C, W, taps, bef
         lanes.store_n(y, (b * L + t) * C + c, total if silent else silu(total), n)
 
 
-@inner
+@allocating
 def conv_piece(x, weight, state, slots, silent, y, task, L, C, W):
     lanes.compiled_once()
     pieces = (C + PIECE - 1) // PIECE
-    b, start = task // pieces, task % pieces * PIECE
+    first, start = task // pieces * TOGETHER, task % pieces * PIECE
     taps, before = np.empty(W * 16, np.float32), np.empty(W * 16, np.float32)
     for c in range(start, min(C, start + PIECE), 16):
-        conv_channels(x, weight, state, slots[b], silent, y, b, c, min(16, C - c), L, C, W, taps, before)
+        n = min(16, C - c)
+        for j in range(W):
+            lanes.store(taps, j * 16, lanes.load_spread(weight, c * W + j, W, n))
+        for b in range(first, min(slots.size, first + TOGETHER)):
+            conv_channels(x, taps, state, slots[b], silent, y, b, c, n, L, C, W, before)
 
 
 @kernel
 def causal_conv_kernel(x, weight, state, slots, silent, y, L, C, W):
-    tasks = slots.size * ((C + PIECE - 1) // PIECE)
+    tasks = (slots.size + TOGETHER - 1) // TOGETHER * ((C + PIECE - 1) // PIECE)
     if x.size < SERIAL:
         for task in range(tasks):
             conv_piece(x, weight, state, slots, silent, y, task, L, C, W)
@@ -177,7 +179,7 @@ def step4(state, at, Dk, decay, deltas, r, k, q, i):
 def delta_rows(q, k, v, g, beta, state, slot, o, b, h, row, L, Hk, Hv, Dk, Dv):
     """Sixteen rows of the state of one head over all tokens."""
     lanes.compiled_once()
-    at, deltas = ((slot * Hv + h) * Dv + row) * Dk, np.empty(16, np.float32)
+    at, deltas = ((slot * Hv + h) * Dv + row) * Dk, lanes.stack_floats(16)
     for t in range(L):
         i, gate = ((b * L + t) * Hk + h // (Hv // Hk)) * Dk, (b * L + t) * Hv + h
         decay = lanes.splat(g[gate])
@@ -263,7 +265,7 @@ def chunk_rows(q, k, v, g, beta, state, at, o, first, n, row, kh, h, Hk, Hv, Dk,
             lanes.store(state, d + 3 * Dk, z)
 
 
-@inner
+@allocating
 def chunked_head(q, k, v, g, beta, state, slot, o, b, h, L, Hk, Hv, Dk, Dv):
     decay, solve = np.empty((CHUNK, CHUNK), np.float32), np.empty((CHUNK, CHUNK), np.float32)
     mix, U, kh = np.empty((CHUNK, CHUNK), np.float32), np.empty(CHUNK * 16, np.float32), h // (Hv // Hk)

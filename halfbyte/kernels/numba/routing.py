@@ -9,7 +9,7 @@ import torch
 from numba import prange
 
 from . import lanes
-from .compiled import inlined, inner, kernel
+from .compiled import allocating, inlined, inner, kernel
 from .views import SERIAL, destination, finish, floats, raw
 
 EMPTY_SLOT = np.float32(-1e30)
@@ -95,7 +95,7 @@ def sigmoid_row(x, base, E, score):
         lanes.store_n(score, i, one / (one + lanes.exp(v)), n)
 
 
-@inner
+@allocating
 def drop_groups(choice, score, bias, E, groups, keep, heap):
     """Set the choices outside the `keep` best groups to -inf; a NaN makes its group's value NaN, which is the best."""
     size = E // groups
@@ -132,7 +132,7 @@ def fill_slots(score, E, k, ids, weights, at):
                     smallest = slot
 
 
-@inner
+@allocating
 def route_row(
     x, k, E, sigmoid, bias, groups, keep, renormalise, expert_scale, scaling, slots, ids, weights, row
 ):  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from numba import prange
 
 from . import lanes
-from .compiled import inlined, inner, kernel
+from .compiled import allocating, inlined, inner, kernel
 from .views import SERIAL, address, destination, finish, floats, widened
 
 ACTIVATION = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}
@@ -243,7 +243,7 @@ def softcap(x, cap, *, out=None):
     return finish(y, x.dtype, out)
 
 
-@inner
+@allocating
 def rope_token(x, position, inv_freq, rotary, interleaved, scale, y, token, H, D):
     """All heads of one token: cos and sin once, of the angle in float64, then the rotations."""
     lanes.compiled_once()

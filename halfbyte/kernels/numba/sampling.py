@@ -11,7 +11,7 @@ from numba import prange
 from numba.extending import intrinsic
 
 from . import lanes
-from .compiled import alone, inlined, inner, kernel
+from .compiled import allocating, alone, inlined, inner, kernel
 from .views import NOTHING, SERIAL, finish, floats, raw
 
 BLOCK = 64  # tokens; sixteen Philox counters
@@ -111,7 +111,7 @@ def rank(value):
     return np.int64(0x80000000) + (bits if bits >= 0 else -(bits & 0x7FFFFFFF))
 
 
-@inner
+@allocating
 def cut(values, weights, target):
     """(bar, last): the fewest largest values whose weights reach the target are those above the bar, and those
     equal to it up to the index `last`. Without weights each counts 1. A radix descent: four passes, no sorting."""
@@ -140,7 +140,7 @@ def cut(values, weights, target):
     return bar, last
 
 
-@inner
+@allocating
 def gather(x, V, row, temperature, floor, peaks):
     """The values of at least `floor`, and their ids in order."""
     blocks = 0
@@ -159,7 +159,7 @@ def gather(x, V, row, temperature, floor, peaks):
     return values[:n], ids[:n]
 
 
-@inner
+@allocating
 def exponentials(values, top):
     """e^(value - top) and their sum."""
     weights, total = np.empty(values.size, np.float32), 0.0
@@ -220,7 +220,7 @@ def find_cut(x, V, row, temperature, k, p, log_least, top, peaks):
     return bar, last
 
 
-@inner
+@allocating
 def first_of(x, V, row, top, peaks):
     """The lowest id whose logit is `top`."""
     piece = np.empty(16, np.float32)
@@ -259,7 +259,7 @@ def settle(x, V, temperature, top_k, top_p, log_least, row, peaks, tops, bars, l
         tops[row], ids[row] = top, -1
 
 
-@inner
+@allocating
 def draw(x, V, temperature, row, top, bar, last, seed, position, peaks, start, stop):
     """The best s + g of the blocks from `start` to `stop`, and its id."""
     lanes.compiled_once()

@@ -145,8 +145,9 @@ def block_scores(q, first, end, arrays, rows, head, sizes, options, begin, stop,
 @inner
 def tile_scores(q, counts, heads, spans, arrays, rows, sizes, options, row, S, streams, scores):
     """Scores of the blocks' queries at the positions of each block's span, by whole vectors."""
-    low, high, room = spans[:, 0].min(), spans[:, 1].max(), sizes[2]
-    step = 1 if streams else KEYS
+    low, high, room, step = spans[0, 0], spans[0, 1], sizes[2], 1 if streams else KEYS
+    for n in range(1, len(heads)):
+        low, high = min(low, spans[n, 0]), max(high, spans[n, 1])
     for chunk in range(low - low % CHUNK, high, CHUNK):
         for j in range(chunk, chunk + KEYS, step):
             for n in range(len(heads)):
@@ -197,7 +198,7 @@ def weights_of_four(scores, query, lows, highs, first, last, spare, peaks, sums,
 @inner
 def tile_weights(scores, counts, lows, highs, spans, peaks, sums, at):
     """The weights of all blocks' queries in place of their scores; peaks and sums from `at` on."""
-    room, spare = len(lows) // len(counts), np.empty(16, np.float32)
+    room, spare = len(lows) // len(counts), lanes.stack_floats(16)
     for n in range(len(counts)):
         for query in range(n * room, n * room + counts[n], 4):
             weights_of_four(scores, query, lows, highs, spans[n, 0], spans[n, 1] - 1, spare, peaks, sums, at + query)
