@@ -87,9 +87,9 @@ class Result:
         return self.bytes_per_step and self.bytes_per_step * self.mean / self.trial.streams
 
 
-def _ids(model: Decoder, count: int) -> list[int]:
-    """Tokens as if by chance, the same every time."""
-    return random.Random(count).choices(range(model.vocabulary), k=count)
+def _ids(model: Decoder, count: int, stream: int = 0) -> list[int]:
+    """Tokens as if by chance, the same every time; each stream has its own, or all would choose the same experts."""
+    return random.Random((stream << 32) + count).choices(range(model.vocabulary), k=count)
 
 
 def measure(
@@ -153,9 +153,9 @@ def fill(model: Decoder, cache: Cache, depth: int, report: Callable[[int], None]
 def run(model: Decoder, cache: Cache, trial: Trial, report: Callable[[int], None]) -> Turn:
     """One turn. A reply without a prompt is timed from where every stream has begun; a token each is a step."""
     engine = Engine(model, cache)
-    prompt = _ids(model, max(trial.prompt, 1))
+    prompts = [_ids(model, max(trial.prompt, 1), stream) for stream in range(trial.streams)]
     most = max(trial.reply, 1) if trial.prompt else trial.length
-    requests = [Request(prompt, most, GREEDY, goes_on=trial.depth > 0) for _ in range(trial.streams)]
+    requests = [Request(prompt, most, GREEDY, goes_on=trial.depth > 0) for prompt in prompts]
     for request in requests:
         engine.submit(request)
     if not trial.prompt:

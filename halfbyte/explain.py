@@ -87,7 +87,7 @@ def explain(
     behind the texts that it holds.
     """
     step = DecodeStep(model, cache, cache.slots, fused=fused)
-    step.bind(range(cache.slots), [1 % model.vocabulary] * cache.slots)
+    step.bind(range(cache.slots), [(1 + slot) % model.vocabulary for slot in range(cache.slots)])
     step.launch()
     costs = Costs(step.calls)
     for _ in range(2):  # fused where the device does that, then captured

@@ -67,6 +67,16 @@ def plant(monkeypatch):
     dispatch.find.cache_clear()
 
 
+@pytest.mark.parametrize(("prompt", "depth"), [(8, 0), (0, 0), (0, 4)])
+def test_streams_have_texts_of_their_own(model, account, monkeypatch, prompt, depth):
+    """Alike, they would choose the same experts: a step would read fewer than it does for people."""
+    asked, real = {}, Engine.submit
+    monkeypatch.setattr(Engine, "submit", lambda self, one: asked.setdefault(id(one), one) and real(self, one))
+    measure(model, account, Trial(prompt, 4, depth, 6), 1, warm_up=False)
+    begins = [tuple(one.prompt) for one in asked.values()][-6:]
+    assert len(set(begins)) == 6 and {len(one) for one in begins} == {prompt or 1}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_right_model_is_proved_right(model, dtype):
     model.dtype = dtype

@@ -15,6 +15,7 @@ from .quant import NV_RANGE, matrices
 from .rowwise import ACTIVATION, glu_kernel, glu_span
 from .views import destination, finish, floats
 
+EXACT = 1 << 13  # weights of a projection: a single product is exact up to four times that (products.py)
 FEW = 1 << 20  # numbers of all pairs: more are a prompt's, whose activations are prepared by all threads
 
 
@@ -131,8 +132,8 @@ def few_tokens_kernel(
 def mlp_of_few(x, ids, each, experts, activation, y):
     """The MLP in one call, into y; returns whether that was done: for a few tokens, of experts in one affine format."""
     parts = experts.gate, experts.up, experts.down
-    form, inner, hidden = format_of(parts[0]), parts[2].shape[2], parts[2].shape[1]
-    alike = form.affine and all(format_of(w) is form for w in parts[1:])
+    form, inner, hidden = format_of(parts[0], EXACT), parts[2].shape[2], parts[2].shape[1]
+    alike = form.affine and all(format_of(w, EXACT) is form for w in parts[1:])
     if not alike or ids.size * hidden >= FEW:
         return False
     found = [expert_addresses(w) for w in parts]
@@ -155,12 +156,12 @@ def expert_mlp(x, ids, experts, activation="silu", *, out=None):
     choices = Choices(ids, shared)
     gate, up = np.empty((2, ids.numel(), inner), np.float32)
     for w, result in ((experts.gate, gate), (experts.up, up)):
-        form = format_of(w)
+        form = format_of(w, EXACT)
         if form not in ready:
             ready[form] = Activations(form, source, hidden)
         project(choices, w, ready[form], choices.x_rows, result)
     gate, up = gate.reshape(-1), up.reshape(-1)
     glu_kernel(gate.ctypes.data, up.ctypes.data, ACTIVATION[activation], gate.ctypes.data, gate.size)
-    between = Activations(format_of(experts.down), gate, inner)
+    between = Activations(format_of(experts.down, EXACT), gate, inner)
     project(choices, experts.down, between, choices.pairs, y.numpy().reshape(-1, hidden))
     return finish(y, x.dtype, out)

@@ -139,8 +139,8 @@ def unpack_tile(form, grouping, planes, group, K, row, last, words, scales, bias
 
 
 @inner
-def fold_tile(running, rows, y, places, row, N):
-    """Add the sixteen sums of each row of a tile, by halves as lanes are folded, into y."""
+def fold_tile(running, rows, y, y_rows, i, row, N):
+    """Add the sixteen sums of each row of a tile, by halves as lanes are folded, into rows of y, listed from i on."""
     step = ROWS * TILE
     for m in range(rows):
         for side in range(0, min(TILE, N - row), WIDTH):
@@ -150,19 +150,16 @@ def fold_tile(running, rows, y, places, row, N):
                     at = number * step + m * TILE + side
                     store(running, at, load(running, at) + load(running, at + half * step))
                 half //= 2
-            store_n(y, places[m] * N + row + side, load(running, m * TILE + side), np.intp(N - row - side))
+            store_n(y, y_rows[i + m] * N + row + side, load(running, m * TILE + side), np.intp(N - row - side))
 
 
-@allocating
-def tile_products(
-    form, grouping, planes, group, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, low, high
+@inner
+def tiles_of_jobs(
+    form, grouping, planes, group, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, low, high, room
 ):
-    """Tasks low .. high: task t is 32 weight rows of job t // tiles. A job of FEW rows does not unpack them."""
-    compiled_once()
+    """As `tile_products`, with room for a tile: its codes, scales and biases, and its sums."""
     tiles, G = (N + TILE - 1) // TILE, K // group
-    codes = floats_in_lines((K + WIDTH * plane_sizes(form, grouping, planes)[0]) * TILE // 4)
-    scale, bias = floats_in_lines((G + WIDTH) * TILE), floats_in_lines((G + WIDTH) * TILE)
-    running, places = floats_in_lines(WIDTH * ROWS * TILE), np.empty(ROWS, np.int64)
+    codes, scale, bias, running = room
     for task in range(low, high):
         j, row, last = task // tiles, task % tiles * TILE, N - 1
         begin, end = first[j], first[j + 1]
@@ -178,13 +175,25 @@ def tile_products(
         unpack_tile(form, grouping, planes, group, K, row, last, words[j], scales[j], biases[j], codes, scale, bias)
         for i in range(begin, end, ROWS):
             running[:] = 0
-            count = min(ROWS, end - i)
-            for m in range(count):
-                places[m] = y_rows[i + m]
             a, b, c, d = i, min(i + 1, end - 1), min(i + 2, end - 1), min(i + 3, end - 1)
             at = (x_rows[a] * stride, x_rows[b] * stride, x_rows[c] * stride, x_rows[d] * stride)
             plane_tile(form, grouping, planes, G, codes, scale, bias, x, at, running)
-            fold_tile(running, count, y, places, row, N)
+            fold_tile(running, min(ROWS, end - i), y, y_rows, i, row, N)
+
+
+@allocating
+def tile_products(
+    form, grouping, planes, group, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, low, high
+):
+    """Tasks low .. high: task t is 32 weight rows of job t // tiles. A job of FEW rows does not unpack them."""
+    compiled_once()
+    G = K // group
+    codes = floats_in_lines((K + WIDTH * plane_sizes(form, grouping, planes)[0]) * TILE // 4)
+    scale, bias = floats_in_lines((G + WIDTH) * TILE), floats_in_lines((G + WIDTH) * TILE)
+    room = codes, scale, bias, floats_in_lines(WIDTH * ROWS * TILE)
+    tiles_of_jobs(
+        form, grouping, planes, group, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, low, high, room
+    )  # fmt: skip
 
 
 @kernel

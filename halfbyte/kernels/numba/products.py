@@ -80,10 +80,11 @@ def _format(mode, bits, group, kind, planes):
     return Format("fp8" if mode == "mxfp8" else "fp4", "e4m3" if mode == "nvfp4" else "e8m0", group)
 
 
-def format_of(w):
-    """The Format of a Packed, of an expert provider that has its fields, or of a dense tensor."""
+def format_of(w, exact=EXACT):
+    """The Format of a Packed, of an expert provider that has its fields, or of a dense tensor; of more than `exact`
+    weights, with activations as whole numbers where there is a way."""
     if hasattr(w, "bits"):
-        planes = _planes if w.shape[-2] * w.shape[-1] > EXACT else 0
+        planes = _planes if w.shape[-2] * w.shape[-1] > exact else 0
         return _format(w.mode, w.bits, w.group, w.scale_dtype, planes)
     return _format("dense", 0, 16, w.dtype, 0)
 
