@@ -182,7 +182,7 @@ def one_for_torch() -> Iterator[None]:
     """Inside, torch keeps to the calling thread where our own threads run the kernels.
 
     What it computes between them is little, and its threads would then look for more for milliseconds, on cores that
-    the kernels need.
+    the kernels need. (A thread that uses torch for the first time meanwhile keeps to one as well.)
     """
     import torch
 
@@ -190,8 +190,8 @@ def one_for_torch() -> Iterator[None]:
     if before == 1 or threading_layer() != "own":
         yield
         return
-    torch.set_num_threads(1)
     try:
+        torch.set_num_threads(1)
         yield
     finally:
         torch.set_num_threads(before)

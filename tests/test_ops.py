@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from numba.core.runtime import _nrt_python
 
 from halfbyte.cases import CASES
 from halfbyte.check import LIMIT, error_ratio
@@ -25,10 +26,24 @@ RUNS = [
 ]
 
 
+def arrays_left():
+    """Arrays that CPU kernels have made and not given back."""
+    return _nrt_python.memsys_get_stats_mi_alloc() - _nrt_python.memsys_get_stats_mi_free()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def counted_arrays():
+    _nrt_python.memsys_enable_stats()
+    yield
+    _nrt_python.memsys_disable_stats()
+
+
 @pytest.mark.parametrize(("case", "language", "device", "dtype"), RUNS)
 def test_kernel_is_as_accurate_as_its_reference(case, language, device, dtype):
     args, kwargs = case.inputs(dtype, device=device)
+    before = arrays_left()
     with trace() as entries:
         ratio = error_ratio(case.op, args, kwargs, mutates=case.mutates, language=language)
     assert ratio <= LIMIT
+    assert arrays_left() == before
     assert any(e.op == case.op.__name__ and e.language == language for e in entries)

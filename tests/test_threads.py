@@ -108,6 +108,37 @@ def test_more_threads_than_cores():
     assert done.returncode == 0, done.stderr
 
 
+# Helpers that were hired for nine threads, and a loop that may have two.
+FEWER = """
+import time, numba, numpy as np
+from pathlib import Path
+import test_threads as t
+def seconds():  # of every thread on a CPU
+    tasks = Path("/proc/self/task").iterdir()
+    return {task.name: int((task / "schedstat").read_text().split()[0]) / 1e9 for task in tasks}
+x, y = np.arange(1000), np.zeros(1000, np.int64)
+t.doubled(x, y, 2000)
+time.sleep(0.1)  # they fall asleep
+numba.set_num_threads(2)
+before, end = seconds(), time.monotonic() + 0.5
+while time.monotonic() < end:
+    t.doubled(x, y, 10)
+    time.sleep(0.002)  # so do those who may help
+taken = [after - before.get(task, 0.0) for task, after in seconds().items()]
+assert sum(one > 0.01 for one in taken) <= 2, taken
+"""
+
+
+@needs_own
+def test_helpers_who_may_not_help_sleep():
+    environment = {**os.environ, "NUMBA_NUM_THREADS": "9"}
+    done = subprocess.run(
+        [sys.executable, "-c", FEWER], env=environment, cwd=os.path.dirname(__file__), capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 @needs_own
 def test_kernels_run_after_a_fork():
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120)

@@ -5,8 +5,9 @@ What only kernels call has no wrappers for Python, which take half of the time t
 compiled a second time: a prange index, which is unsigned, and a literal. `np.intp(index)` and `np.intp(0)` do not.
 
 Numba counts who holds an array, atomically, at every function that is given one: threads that share arrays take turns
-at the counts, which took a quarter of attention's time. So what kernels call does not count. It cannot make arrays
-then, but has `lanes.stack_floats`; what must is `allocating`, and leaves its loops to others.
+at the counts, which took a quarter of attention's time. So what kernels call does not count. It can then neither make
+arrays nor give any back, nor take new ones from another: nobody would free them. It has `lanes.stack_floats`; what
+needs more is `allocating`, and leaves its loops to others. test_ops.py counts what every op leaves behind.
 """
 
 from collections.abc import Callable

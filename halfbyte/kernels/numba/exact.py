@@ -228,6 +228,8 @@ def exact_kernel(form, grouping, powers, K, N, words, scales, biases, first, x_r
     """As products_kernel, with the weights and sums of `dot_exact`."""
     work = x_rows.size * ((N + ROWS - 1) // ROWS)
     runs = min(work, RUNS)
+    if work == 0:
+        return
     if x_rows.size * N * K < SMALL:
         exact_products(
             form, grouping, powers, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, np.intp(0), work

@@ -3,7 +3,7 @@
 OpenMP's threads all take their share of every parallel loop, and the loop ends when the last of them has. Where cores
 are shared, by a server and its clients or by reads from disk, one thread of a step is always waiting for a core, and
 the others wait with it. Here whoever is there takes the next division of the loop; a helper that has no core takes
-none, and nobody waits for it. After a fork, which takes the helpers away, a caller does everything itself.
+none, and nobody waits for it. A fork takes the helpers away: its child hires others.
 
 Helpers look for work for about a millisecond, giving way to others meanwhile, then sleep. One loop at a time has them;
 a loop that begins meanwhile, in another thread or inside of one, runs on its caller.
@@ -49,14 +49,24 @@ declare ptr @pthread_getspecific(i32)
 declare void @{pause}({pause_kind})
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 
-define internal void @wait(ptr %place, i32 %seen) {{
-  call i64 (i64, ...) @syscall(i64 {futex}, ptr %place, i32 128, i32 %seen, ptr null, ptr null, i32 0)
+; Of those who sleep at a place with some of the `bits` that are woken, at most `count` wake.
+define internal void @wait(ptr %place, i32 %seen, i32 %bits) {{
+  call i64 (i64, ...) @syscall(i64 {futex}, ptr %place, i32 137, i32 %seen, ptr null, ptr null, i32 %bits)
   ret void
 }}
 
-define internal void @wake(ptr %place, i32 %count) {{
-  call i64 (i64, ...) @syscall(i64 {futex}, ptr %place, i32 129, i32 %count, ptr null, ptr null, i32 0)
+define internal void @wake(ptr %place, i32 %count, i32 %bits) {{
+  call i64 (i64, ...) @syscall(i64 {futex}, ptr %place, i32 138, i32 %count, ptr null, ptr null, i32 %bits)
   ret void
+}}
+
+; The bit of a helper; those from the 31st on share one.
+define internal i32 @bit(i64 %me) {{
+  %many = icmp ugt i64 %me, 31
+  %place = select i1 %many, i64 31, i64 %me
+  %narrow = trunc i64 %place to i32
+  %bit = shl i32 1, %narrow
+  ret i32 %bit
 }}
 
 ; One division: every argument moved on by its step, as Numba's own pools do.
@@ -135,7 +145,7 @@ tell:
   %slept = icmp ne i32 %sleeps, 0
   br i1 %slept, label %rouse, label %leave
 rouse:
-  call void @wake(ptr @done, i32 1)
+  call void @wake(ptr @done, i32 1, i32 -1)
   br label %leave
 leave:
   ret void
@@ -179,7 +189,8 @@ sleep:
   %still = call i1 @offers(i64 %last, i64 %me)
   br i1 %still, label %awake, label %rest
 rest:
-  call void @wait(ptr @bell, i32 %heard)
+  %bits = call i32 @bit(i64 %me)
+  call void @wait(ptr @bell, i32 %heard, i32 %bits)
   br label %awake
 awake:
   atomicrmw sub ptr @asleep, i32 1 seq_cst
@@ -247,11 +258,10 @@ together:
   %any = icmp ne i32 %asleep, 0
   br i1 %any, label %ring, label %own_share
 ring:
-  %have = load i64, ptr @helpers
-  %spare = icmp ugt i64 %have, %most ; then some must not help: all are woken, for who wakes cannot be chosen
-  %few = trunc i64 %most to i32
-  %woken = select i1 %spare, i32 2147483647, i32 %few
-  call void @wake(ptr @bell, i32 %woken)
+  %last_bit = call i32 @bit(i64 %most)
+  %below = sub i32 %last_bit, 1
+  %bits = or i32 %last_bit, %below ; of those who may help
+  call void @wake(ptr @bell, i32 2147483647, i32 %bits)
   br label %own_share
 own_share:
   call void @work(i64 0)
@@ -273,7 +283,7 @@ sleep:
   %over = icmp eq i32 %seen, %count
   br i1 %over, label %wake_up, label %rest
 rest:
-  call void @wait(ptr @done, i32 %seen)
+  call void @wait(ptr @done, i32 %seen, i32 -1)
   br label %wake_up
 wake_up:
   store atomic i32 0, ptr @caller_sleeps seq_cst, align 4
@@ -318,7 +328,8 @@ def install():
     """From now on, what Numba loads runs its parallel loops here."""
     futex, pause, argument = MACHINES[platform.machine()]
     key = ctypes.c_uint()
-    ctypes.CDLL(None).pthread_key_create(ctypes.byref(key), None)
+    if ctypes.CDLL(None).pthread_key_create(ctypes.byref(key), None):
+        raise OSError("no key is left for what threads keep for themselves (pthread_key_create)")
     text = CODE.format(
         futex=futex, pause=pause, pause_argument=argument, pause_kind=argument.partition(" ")[0], looks=LOOKS,
         spins=SPINS, patience=PATIENCE, key=key.value,

@@ -3,7 +3,8 @@
 A job is a packed matrix, given by addresses (so experts may lie anywhere), and the rows of activations that it
 multiplies. Tasks are (job, four weight rows); the rows of activations are taken in chunks that stay in cache while the
 weights stream by. Matrices of at most EXACT weights, whose products cost little more than the call, take another way:
-exact weights, summed in float64.
+exact weights, summed in float64. The golden vectors of the original kernels, sums that cancel among them, are met so.
+(Experts' MLPs, which have no such vectors, say themselves from what size on they take whole numbers.)
 
 Where there is a way, products go through plane_products.py, with activations as whole numbers: of 24 bits where VNNI
 multiplies them, or of fewer if `use_activations` asks for that. Other formats take float32 activations as they are.

@@ -180,7 +180,7 @@ def mass(x, V, row, temperature, top):
     return total
 
 
-@inner
+@allocating
 def keep_above(values, ids, bar, last):
     """Only what is above the bar, or equals it with an id up to `last`."""
     n = 0
@@ -190,7 +190,7 @@ def keep_above(values, ids, bar, last):
     return values[:n], ids[:n]
 
 
-@inner
+@allocating
 def find_cut(x, V, row, temperature, k, p, log_least, top, peaks):
     """(bar, last): what is above the bar stays, and what equals it with an id up to `last`."""
     bar, last = MINUS_INF, V
