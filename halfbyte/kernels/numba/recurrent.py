@@ -15,7 +15,7 @@ from .compiled import allocating, inlined, inner, kernel
 from .views import SERIAL, destination, finish, floats, raw
 
 CHUNK = 32
-PIECE, TOGETHER = 256, 8  # channels and requests of a task of the convolution
+PIECE, TOGETHER = 256, 8  # channels of a task of the convolution, and requests that bring one token each
 SMALL = 1 << 17  # elements of states times tokens: below this a call stays on its thread
 
 
@@ -49,28 +49,30 @@ def conv_channels(x, taps, state, slot, silent, y, b, c, n, L, C, W, before):
 
 
 @allocating
-def conv_piece(x, weight, state, slots, silent, y, task, L, C, W):
+def conv_piece(x, weight, state, slots, silent, y, task, together, L, C, W):
+    """Some channels of `together` requests; their taps are read once."""
     lanes.compiled_once()
     pieces = (C + PIECE - 1) // PIECE
-    first, start = task // pieces * TOGETHER, task % pieces * PIECE
+    first, start = task // pieces * together, task % pieces * PIECE
     taps, before = np.empty(W * 16, np.float32), np.empty(W * 16, np.float32)
     for c in range(start, min(C, start + PIECE), 16):
         n = min(16, C - c)
         for j in range(W):
             lanes.store(taps, j * 16, lanes.load_spread(weight, c * W + j, W, n))
-        for b in range(first, min(slots.size, first + TOGETHER)):
+        for b in range(first, min(slots.size, first + together)):
             conv_channels(x, taps, state, slots[b], silent, y, b, c, n, L, C, W, before)
 
 
 @kernel
 def causal_conv_kernel(x, weight, state, slots, silent, y, L, C, W):
-    tasks = (slots.size + TOGETHER - 1) // TOGETHER * ((C + PIECE - 1) // PIECE)
+    together = TOGETHER if L == 1 else 1
+    tasks = (slots.size + together - 1) // together * ((C + PIECE - 1) // PIECE)
     if x.size < SERIAL:
         for task in range(tasks):
-            conv_piece(x, weight, state, slots, silent, y, task, L, C, W)
+            conv_piece(x, weight, state, slots, silent, y, task, together, L, C, W)
     else:
         for task in prange(tasks):
-            conv_piece(x, weight, state, slots, silent, y, np.int64(task), L, C, W)
+            conv_piece(x, weight, state, slots, silent, y, np.int64(task), together, L, C, W)
 
 
 def causal_conv(x, weight, state, *, slots=None, activation="silu", out=None):
