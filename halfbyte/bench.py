@@ -24,7 +24,7 @@ import torch
 
 from .cases import Case
 from .check import LIMIT, error_ratio, same_bits, tensors
-from .machine import READ_BYTES, ReadProbe, queueing_seconds
+from .machine import READ_BYTES, REST, ReadProbe, queueing_seconds
 from .ops.dispatch import reference, trace
 
 ROUNDS = 7
@@ -127,10 +127,13 @@ def measure(case: Case, row: Row, probe: ReadProbe, seconds: float) -> None:
     start = time.perf_counter()
     while len(calm) < ROUNDS and (not rounds or time.perf_counter() - start < PATIENCE * seconds):
         began, queued = time.perf_counter(), queueing_seconds()
+        time.sleep(REST)
         kernel, body = turn(case, turns, calls(seconds, estimate)), body_estimate
+        time.sleep(REST)
         if body_estimate <= seconds:
             with reference():
                 body = turn(case, turns, calls(seconds, body_estimate))
+            time.sleep(REST)
         rounds.append(Round(kernel, body, probe.seconds()))
         if queueing_seconds() - queued < QUEUED * (time.perf_counter() - began):
             calm.append(rounds[-1])

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 STREAMS = 8  # a thread's own reads run this far apart: one stream alone is slower on many machines
 BLOCK = 64  # elements read from a stream before the next one's turn
 READ_BYTES = 256 << 20
+REST = 0.01  # seconds until threads of torch, and of ours, no longer look for more work on cores that others need
 _chosen: list[int] = []  # by use_threads
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "neon": "NEON"}  # the widest first
 
@@ -49,6 +50,7 @@ class ReadProbe:
 
     def bandwidth(self, reads: int = 9) -> float:
         """Bytes a second, the median of several reads."""
+        time.sleep(REST)
         return READ_BYTES / statistics.median(self.seconds() for _ in range(reads))
 
 
