@@ -28,8 +28,9 @@ from .lanes import (
     has,
     read,
     splatted,
+    threads,
 )
-from .plane_products import RUNS, SMALL
+from .plane_products import SMALL
 
 DVEC = ir.VectorType(ir.DoubleType(), WIDTH)
 HALF_FVEC, HALF_DVEC = (ir.VectorType(kind, WIDTH // 2) for kind in (F32, ir.DoubleType()))
@@ -75,7 +76,10 @@ def dot_exact(typing, form, grouping, K, words, scales, biases, row, x, at):
 
 @intrinsic
 def unpack_exact(typing, form, grouping, K, words, scales, biases, row, buffer, at):
-    """Write a row of weights to buffer[at:], block by block as lanes have them, [blocks, V, 16]; zeros after it."""
+    """Write a row of weights to buffer[at:], block by block as lanes have them, [blocks, V, 16]; zeros after it.
+
+    Each is divided by the power of two that its activations were multiplied with: the product stays what it is.
+    """
     layout = Layout(form, grouping)
 
     def generate(context, builder, signature, args):
@@ -84,7 +88,9 @@ def unpack_exact(typing, form, grouping, K, words, scales, biases, row, buffer, 
 
         def write_block(block, n):
             first = builder.mul(block, I64(layout.block))
-            for j, weight in enumerate(layout.exact_weights(builder, places, block, n, DVEC)):
+            weights = layout.exact_weights(builder, places, block, n, DVEC)
+            for j, (weight, power) in enumerate(zip(weights, powers(layout.name), strict=True)):
+                weight = builder.fmul(weight, constant(DVEC, 1.0 / float(power)))
                 pointer = builder.gep(data, [builder.add(first, I64(WIDTH * j))])
                 builder.store(weight, builder.bitcast(pointer, DVEC.as_pointer()), align=8)
 
@@ -96,18 +102,19 @@ def unpack_exact(typing, form, grouping, K, words, scales, biases, row, buffer, 
 
 
 @intrinsic
-def tile_exact(typing, weights, length, x, x_rows, i, last, stride, blocks, pitch, powers, narrow):
+def tile_exact(typing, weights, length, x, x_rows, i, last, stride, blocks, pitch, V, narrow):
     """ROWS rows of unpacked weights, `length` apart, times the COLUMNS rows of prepared activations that x_rows lists
     from i on, at most as far as `last`.
 
-    pitch: floats of a prepared block; powers: what its activations were multiplied with; narrow: only the lower half of
-    the lanes holds anything. Half of the lanes at a time, so that the sums of a tile stay in registers.
+    pitch: floats of a prepared block, V x 16 of which are activations; narrow: only the lower half of the lanes holds
+    anything. Half of the lanes at a time, so that the sums of a tile stay in registers.
     """
 
     def generate(context, builder, signature, args):
-        arrays = [context.make_array(signature.args[place])(context, builder, args[place]) for place in (0, 2, 3, 9)]
-        (weights, x, x_rows, factors), V = (array.data for array in arrays), arrays[3].nitems
-        length, (i, last, stride, blocks, pitch), narrow = args[1], args[4:9], args[10]
+        weights, x, x_rows = (
+            context.make_array(signature.args[place])(context, builder, args[place]).data for place in (0, 2, 3)
+        )
+        length, (i, last, stride, blocks, pitch, V, narrow) = args[1], args[4:]
         rows = [builder.gep(weights, [builder.mul(length, I64(r))]) for r in range(ROWS)]
         columns = []
         for c in range(COLUMNS):
@@ -117,17 +124,14 @@ def tile_exact(typing, weights, length, x, x_rows, i, last, stride, blocks, pitc
 
         def add(running, shift):
             with cgutils.for_range(builder, blocks) as block, cgutils.for_range(builder, V) as j:
-                inverse = builder.fdiv(F32(1.0), builder.load(builder.gep(factors, [j.index])))
-                inverse = splatted(builder, HALF_FVEC, inverse)
                 here = builder.add(builder.mul(block.index, pitch), builder.mul(j.index, I64(WIDTH)))
                 here = builder.add(here, I64(shift))
-                plain = [builder.fmul(read(builder, builder.gep(one, [here]), HALF_FVEC), inverse) for one in columns]
-                plain = [builder.fpext(one, HALF_DVEC) for one in plain]
+                wide = [builder.fpext(read(builder, builder.gep(one, [here]), HALF_FVEC), HALF_DVEC) for one in columns]
                 here = builder.mul(builder.add(builder.mul(block.index, V), j.index), I64(WIDTH))
                 here = builder.add(here, I64(shift))
                 for r, row in enumerate(rows):
                     weight = read(builder, builder.gep(row, [here]), HALF_DVEC)
-                    for c, one in enumerate(plain):
+                    for c, one in enumerate(wide):
                         place = running[r * COLUMNS + c]
                         builder.store(fused(builder, weight, one, builder.load(place)), place)
 
@@ -144,7 +148,7 @@ def tile_exact(typing, weights, length, x, x_rows, i, last, stride, blocks, pitc
         return context.make_tuple(builder, signature.return_type, folded_together(builder, sums))
 
     intp, result = types.intp, types.UniTuple(types.float32, ROWS * COLUMNS)
-    return result(weights, intp, x, x_rows, intp, intp, intp, intp, intp, powers, types.boolean), generate
+    return result(weights, intp, x, x_rows, intp, intp, intp, intp, intp, intp, types.boolean), generate
 
 
 def folded_together(builder, vectors):
@@ -163,12 +167,12 @@ def folded_together(builder, vectors):
 
 
 @inner
-def tile_of_rows(weights, length, N, row, i, end, x_rows, y_rows, x, stride, blocks, pitch, powers, narrow, y):
+def tile_of_rows(weights, length, N, row, i, end, x_rows, y_rows, x, stride, blocks, pitch, V, narrow, y):
     """Unpacked rows of weights, those from `row` on, times the listed rows i .. end of activations."""
     compiled_once()
     last = end - 1
     while i < end:
-        dots = tile_exact(weights, length, x, x_rows, i, last, stride, blocks, pitch, powers, narrow)
+        dots = tile_exact(weights, length, x, x_rows, i, last, stride, blocks, pitch, V, narrow)
         for c in range(COLUMNS):
             to = y_rows[min(i + c, last)] * N
             for r in range(ROWS):
@@ -202,7 +206,7 @@ def exact_tiles(
                     n = min(row + r, N - 1)
                     unpack_exact(form, grouping, K, words[j], scales[j], biases[j], n, room, r * length)
                 tile_of_rows(
-                    room, length, N, row, begin, end, x_rows, y_rows, x, stride, blocks, stride // blocks, powers,
+                    room, length, N, row, begin, end, x_rows, y_rows, x, stride, blocks, stride // blocks, np.intp(V),
                     2 * K <= WIDTH * V, y,
                 )  # fmt: skip
         j += 1
@@ -227,7 +231,7 @@ def exact_products(form, grouping, powers, K, N, words, scales, biases, first, x
 def exact_kernel(form, grouping, powers, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y):
     """As products_kernel, with the weights and sums of `dot_exact`."""
     work = x_rows.size * ((N + ROWS - 1) // ROWS)
-    runs = min(work, RUNS)
+    runs = min(work, threads())
     if work == 0:
         return
     if x_rows.size * N * K < SMALL:

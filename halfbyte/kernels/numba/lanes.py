@@ -33,6 +33,18 @@ def floats_in_lines(count):
     return room[start : start + count]
 
 
+@intrinsic
+def threads(typing):
+    """How many threads share a loop of this thread's. (Numba's own function is an address in this process: code that is
+    kept on disk would call it in another.)"""
+
+    def generate(context, builder, signature, args):
+        kind = ir.FunctionType(I64, [])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "get_num_threads"), [])
+
+    return types.intp(), generate
+
+
 @intrinsic(prefer_literal=True)
 def stack_floats(typing, count):
     """So many float32 (a constant), in a cache line of their own, on the stack: only until the function returns.

@@ -20,6 +20,7 @@ from .lanes import (
     stack_floats,
     store,
     store_n,
+    threads,
     total,
     zeros,
 )
@@ -30,7 +31,6 @@ HIGHEST = np.float32(127)  # of a plane of bytes
 HIGHEST_FRACTION = (0x7F7F7F & 0x3FFFFF) << 1  # of 127 (65536 + 256 + 1), as float32 has it
 LEAST = np.float32(1e-30)  # a group whose activations are all smaller counts as zeros: their quotients would overflow
 FEW = 2  # rows; from three on, unpacking a tile once for all of them pays
-RUNS = 64  # parts of a call that threads share out: long streams, and still even shares
 SMALL = 1 << 19  # multiplications, 13 us of one thread, 20 in float32: with another that is awake it takes 10
 FEW_NUMBERS = 1 << 15  # activations, prepared by one thread in 20 us
 
@@ -57,9 +57,9 @@ def prepare_planes(form, grouping, planes, x, base, K, group, prepared, place):
     G, check, top = K // group, zeros(), HIGHEST if planes.ndim == 1 else HIGHEST * np.float32(256)
     inverses, tail = stack_floats(WIDTH), stack_floats(WIDEST)
     for span in range((G + WIDTH - 1) // WIDTH):
-        centres = place + blocks * block_floats
-        ends = centres + parts * WIDTH
-        prepared[centres : ends + 2 * WIDTH] = 0
+        centres, sums, steps = place, place + parts * WIDTH, place + (parts + 1) * WIDTH
+        place = steps + WIDTH
+        prepared[centres:place] = 0
         inverses[:] = 0
         for g in range(min(WIDTH, G - span * WIDTH)):
             at, peak = base + (span * WIDTH + g) * group, zeros()
@@ -70,21 +70,18 @@ def prepare_planes(form, grouping, planes, x, base, K, group, prepared, place):
             most = largest(peak)
             if most > LEAST:
                 step, inverse = (most / top, top / most) if planes.ndim < 3 else three_planes_step(most)
-                inverses[g], prepared[ends + WIDTH + g] = inverse, step
-                prepared[ends + g] = plane_sums(form, grouping, planes, x, at, inverse, prepared, centres + g * parts)
-        for block in range(blocks):
+                inverses[g], prepared[steps + g] = inverse, step
+                prepared[sums + g] = plane_sums(form, grouping, planes, x, at, inverse, prepared, centres + g * parts)
+        for block in range(min(blocks, (K - span * WIDTH * group + wide - 1) // wide)):
             start = span * WIDTH * group + block * wide
             first = block * wide // group
             if start + wide <= K:
                 plane_block(form, grouping, planes, x, base + start, inverses, first, prepared, place)
-            elif start >= K:
-                prepared[place : place + block_floats] = 0
             else:
                 for i in range(0, wide, WIDTH):
                     store(tail, i, load_n(x, base + start + i, min(WIDTH, max(0, K - start - i))))
                 plane_block(form, grouping, planes, tail, np.intp(0), inverses, first, prepared, place)
             place += block_floats
-        place = ends + 2 * WIDTH
     return 0 if total(check) == 0 else 1
 
 
@@ -139,18 +136,21 @@ def unpack_tile(form, grouping, planes, group, K, row, last, words, scales, bias
 
 
 @inner
-def fold_tile(running, rows, y, y_rows, i, row, N):
-    """Add the sixteen sums of each row of a tile, by halves as lanes are folded, into rows of y, listed from i on."""
+def fold_tile(running, sums, rows, y, y_rows, i, row, N):
+    """Add the sums of each row of a tile, by halves as sixteen lanes are folded, into rows of y, listed from i on.
+
+    Sums that a short row does not have would be zeros; one zero does what they all do, to the sign of another.
+    """
     step = ROWS * TILE
     for m in range(rows):
         for side in range(0, min(TILE, N - row), WIDTH):
-            half = WIDTH // 2
+            here, half, left = m * TILE + side, WIDTH // 2, sums
             while half:
-                for number in range(half):
-                    at = number * step + m * TILE + side
-                    store(running, at, load(running, at) + load(running, at + half * step))
-                half //= 2
-            store_n(y, y_rows[i + m] * N + row + side, load(running, m * TILE + side), np.intp(N - row - side))
+                for number in range(half, left):
+                    at = here + number * step
+                    store(running, at - half * step, load(running, at - half * step) + load(running, at))
+                half, left = half // 2, min(left, half)
+            store_n(y, y_rows[i + m] * N + row + side, load(running, here) + zeros(), np.intp(N - row - side))
 
 
 @inner
@@ -159,6 +159,7 @@ def tiles_of_jobs(
 ):
     """As `tile_products`, with room for a tile: its codes, scales and biases, and its sums."""
     tiles, G = (N + TILE - 1) // TILE, K // group
+    sums = min(G, WIDTH)
     codes, scale, bias, running = room
     for task in range(low, high):
         j, row, last = task // tiles, task % tiles * TILE, N - 1
@@ -174,11 +175,11 @@ def tiles_of_jobs(
             continue
         unpack_tile(form, grouping, planes, group, K, row, last, words[j], scales[j], biases[j], codes, scale, bias)
         for i in range(begin, end, ROWS):
-            running[:] = 0
+            running[: sums * ROWS * TILE] = 0
             a, b, c, d = i, min(i + 1, end - 1), min(i + 2, end - 1), min(i + 3, end - 1)
             at = (x_rows[a] * stride, x_rows[b] * stride, x_rows[c] * stride, x_rows[d] * stride)
             plane_tile(form, grouping, planes, G, codes, scale, bias, x, at, running)
-            fold_tile(running, min(ROWS, end - i), y, y_rows, i, row, N)
+            fold_tile(running, sums, min(ROWS, end - i), y, y_rows, i, row, N)
 
 
 @allocating
@@ -206,7 +207,7 @@ def plane_products_kernel(
         most = max(most, first[j + 1] - first[j])
     if most <= FEW:
         tasks = jobs * ((N + 3) // 4)
-        runs = min(tasks, RUNS)
+        runs = min(tasks, threads())
         if x_rows.size * N * K < SMALL:
             row_products(
                 form, grouping, planes, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, np.intp(0),
@@ -221,7 +222,7 @@ def plane_products_kernel(
                 )  # fmt: skip
     else:
         tasks = jobs * ((N + TILE - 1) // TILE)
-        runs = min(tasks, RUNS)
+        runs = min(tasks, threads())
         for index in prange(runs):
             run = np.intp(index)
             tile_products(

@@ -111,7 +111,6 @@ def plane_tile(typing, form, grouping, planes, G, codes, scales, biases, x, plac
         with cgutils.for_range(builder, G) as loop:
             span, number = builder.udiv(loop.index, I64(WIDTH)), builder.urem(loop.index, I64(WIDTH))
             starts = [builder.gep(one, [builder.mul(span, I64(layout.span_bytes))]) for one in xs]
-            ends = I64(layout.ends)
             first = builder.mul(number, I64(layout.blocks))  # word of the span
             within = builder.add(
                 builder.mul(builder.udiv(first, I64(WIDTH)), I64(layout.block_bytes)),
@@ -131,7 +130,7 @@ def plane_tile(typing, form, grouping, planes, G, codes, scales, biases, x, plac
                             at = (word * layout.passes + j) * len(both)
                             tile = [vector_at(codes, group_codes, at + t, IVEC) for t in both]
                             block, lane = divmod(word, WIDTH)
-                            at = block * layout.block_bytes + (p * layout.passes + j) * 4 * WIDTH + 4 * lane
+                            at = layout.head_bytes + block * layout.block_bytes + (p * layout.passes + j) * 4 * WIDTH + 4 * lane
                             for line, start in zip(found, starts, strict=True):
                                 pointer = builder.gep(start, [builder.add(within, I64(at))])
                                 four = builder.load(builder.bitcast(pointer, I32.as_pointer()), align=1)
@@ -140,7 +139,7 @@ def plane_tile(typing, form, grouping, planes, G, codes, scales, biases, x, plac
                                     line[t] = summed_products(builder, line[t], tile[t], four)
                 index = builder.add(builder.mul(number, I64(layout.parts)), I64(part))
                 for line, start, kept in zip(found, starts, parts, strict=True):
-                    place = builder.gep(start, [builder.add(ends, builder.mul(index, I64(4)))])
+                    place = builder.gep(start, [builder.mul(index, I64(4))])
                     centre = splatted(builder, IVEC, builder.load(builder.bitcast(place, I32.as_pointer()), align=1))
                     for t in both:
                         kept[t].append(builder.sitofp(builder.sub(line[t], centre), FVEC))
@@ -148,9 +147,9 @@ def plane_tile(typing, form, grouping, planes, G, codes, scales, biases, x, plac
             scale = [vector_at(scales, row, t) for t in both]
             bias = [vector_at(biases, row, t) for t in both]
             slot = builder.mul(number, I64(4 * ROWS * TILE))
-            ends = I64(layout.ends + layout.parts * 4 * WIDTH)
+            sums_of_x = I64(layout.parts * 4 * WIDTH)
             for m, start in enumerate(starts):
-                place = builder.gep(start, [builder.add(ends, builder.mul(number, I64(4)))])
+                place = builder.gep(start, [builder.add(sums_of_x, builder.mul(number, I64(4)))])
                 x_sum, step = (
                     splatted(builder, FVEC, builder.load(builder.bitcast(one, F32.as_pointer()), align=1))
                     for one in (place, builder.gep(place, [I64(4 * WIDTH)]))

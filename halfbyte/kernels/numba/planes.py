@@ -16,9 +16,10 @@ unless a group's largest number, far above the others, meets a weight of zero. I
 Sums are exact in 32 bits: a group is summed in as many parts as that needs, which are added as float32. Adding may wrap
 around on the way, for c sum p is taken off again before a sum is read.
 
-Sixteen groups are a span. Its activations lie as [block, plane, pass, 64 bytes], then c sum p of its parts, sum p and
-the step of its groups. A block is sixteen words; pass j has the j-th code of every byte of words. Codes of 3, 5 and 6
-bits straddle words: there a block is 64 codes, and VBMI's vpmultishiftqb picks them out of their bytes.
+Sixteen groups are a span. It begins with c sum p of its parts, sum p and the step of its groups; then its activations
+lie as [block, plane, pass, 64 bytes], as far as the row goes. A block is sixteen words; pass j has the j-th code of
+every byte of words. Codes of 3, 5 and 6 bits straddle words: there a block is 64 codes, and VBMI's vpmultishiftqb picks
+them out of their bytes.
 
 There are two ways through a matrix. `plane_dots`, for a row or two: rows of weights far apart, lanes are words; sums of
 neighbouring lanes are added until a lane is a part of a group. `plane_tile` (plane_tiles.py), for more: 32 rows of
@@ -116,8 +117,13 @@ class Planes(Layout):
         # So many codes, counted from the middle, times activations surely add up to less than 2^31.
         self.part = min(self.group, 1 << (33 - self.bits - 8 * self.planes))
         self.parts = self.group // self.part
-        self.ends = self.blocks * self.block_bytes  # where a span's centres begin, then its sums and its steps
-        self.span_bytes = self.ends + (self.parts + 2) * 4 * WIDTH
+        self.head_bytes = (self.parts + 2) * 4 * WIDTH  # a span's centres, its sums and its steps
+        self.span_bytes = self.head_bytes + self.blocks * self.block_bytes
+
+    def prepared_row(self, K):
+        """Bytes of a row of K activations."""
+        spans, rest = divmod(K, WIDTH * self.group)
+        return spans * self.span_bytes + (self.head_bytes - -rest // self.block * self.block_bytes if rest else 0)
 
     def words(self, builder, place, lanes=None):
         """The words of a block; of the first lanes, where not all lie inside."""
@@ -200,7 +206,7 @@ def _emit_span(builder, layout, rows, x, span, lanes, running):
     x = builder.gep(x, [builder.mul(span, I64(layout.span_bytes))])
     found = [[] for _ in rows]
     for block in range(layout.blocks):
-        here = builder.gep(x, [I64(block * layout.block_bytes)])
+        here = builder.gep(x, [I64(layout.head_bytes + block * layout.block_bytes)])
         for r, (words, _, _) in enumerate(rows):
             place = builder.gep(words, [builder.add(start, I64(block * width))])
             if lanes is None:
@@ -216,14 +222,13 @@ def _emit_span(builder, layout, rows, x, span, lanes, running):
                 builder.store(layout.block_sums(builder, codes, here), kept)
             layout.join(builder, found[r], builder.load(kept))
     groups = None if lanes is None else builder.udiv(lanes, I64(layout.blocks))
-    centres = builder.gep(x, [I64(layout.ends)])
-    x_sum, step = (read(builder, builder.gep(centres, [I64((layout.parts + at) * 4 * WIDTH)]), FVEC) for at in (0, 1))
+    x_sum, step = (read(builder, builder.gep(x, [I64((layout.parts + at) * 4 * WIDTH)]), FVEC) for at in (0, 1))
     offset, kind = builder.mul(span, I64(WIDTH * layout.stored_bytes)), ir.VectorType(layout.stored, WIDTH)
     for (_, scales, biases), sums, place in zip(rows, found, running, strict=True):
         scale, bias = (
             widened(builder, read(builder, builder.gep(one, [offset]), kind, groups)) for one in (scales, biases)
         )
-        total = layout.group_sums(builder, sums, centres)
+        total = layout.group_sums(builder, sums, x)
         builder.store(layout.scaled(builder, total, scale, bias, x_sum, step, builder.load(place)), place)
 
 

@@ -30,8 +30,8 @@ from .dots import (
     token,
 )
 from .exact import exact_kernel
-from .lanes import WIDTH, compiled_once, floats_in_lines, load, load_n, stack_floats, store, total
-from .plane_products import FEW_NUMBERS, RUNS, SMALL, plane_products_kernel, prepare_planes, prepare_planes_kernel
+from .lanes import WIDTH, compiled_once, floats_in_lines, load, load_n, stack_floats, store, threads, total
+from .plane_products import FEW_NUMBERS, SMALL, plane_products_kernel, prepare_planes, prepare_planes_kernel
 from .planes import Planes, multiplies_bytes, offers
 from .planes import token as planes_token
 from .views import NOTHING
@@ -56,7 +56,7 @@ class Format:
         self.form, self.grouping = token(form, kind, group)
         self.exact = Format(form, kind, group) if planes else self  # the same, with activations as they are
         self.planes = planes_token(planes)
-        self.span_floats = Planes(self.form, self.grouping, self.planes).span_bytes // 4 if planes else 0
+        self.cut = Planes(self.form, self.grouping, self.planes) if planes else None
         self.powers, self.values, self.group = powers(form), VALUES[form], group
         self.affine, self.dense = form.startswith("affine"), form == "dense"
         self.begun = begun(form)
@@ -66,8 +66,8 @@ class Format:
 
     def row_stride(self, K):
         """Floats that one prepared row of activations takes."""
-        if self.planes.ndim:
-            return -(-K // (WIDTH * self.group)) * self.span_floats
+        if self.cut is not None:
+            return self.cut.prepared_row(K) // 4
         return -(-K // (WIDTH * self.values)) * WIDTH * (self.values + self.begun)
 
 
@@ -198,7 +198,7 @@ def products_kernel(form, grouping, K, N, words, scales, biases, first, x_rows, 
     tasks, most = words.size * ((N + 3) // 4), 0
     for j in range(words.size):
         most = max(most, first[j + 1] - first[j])
-    runs = min(tasks, RUNS)
+    runs = min(tasks, threads())
     for start in range(0, most, CHUNK):
         if x_rows.size * N * K < SMALL:
             product_tiles(
