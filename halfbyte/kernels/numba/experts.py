@@ -1,15 +1,19 @@
 """Experts on a CPU: the pairs (token, choice) sorted by expert, then one run of products.py over all of them.
 
 One token and many take the same way: an expert's weights stream by once, for all the rows that chose it. For a few
-tokens the whole MLP is one call: gates and ups in one parallel region, activations between, downs in another.
+tokens the whole MLP is one call. With many experts, each is one thread's from gate to down, and what lies between them
+stays in that core's cache; with few, gates and ups are one parallel region and downs another.
 """
 
 from functools import lru_cache
 
 import numpy as np
+from numba import prange
 
-from .compiled import allocating, alone, looks_at_values
-from .lanes import floats_in_lines
+from .compiled import allocating, alone, inner, kernel, looks_at_values
+from .lanes import compiled_once, floats_in_lines, threads
+from .plane_products import FEW as ROWS_APART
+from .plane_products import TILE, prepare_planes, room_for_tiles, tiles_of_jobs
 from .products import Activations, format_of, multiply, prepare_rows, run_products
 from .quant import NV_RANGE, matrices
 from .rowwise import ACTIVATION, glu_kernel, glu_span
@@ -17,6 +21,7 @@ from .views import destination, finish, floats
 
 EXACT = 1 << 13  # weights of a projection: a single product is exact up to four times that (products.py)
 FEW = 1 << 20  # numbers of all pairs: more are a prompt's, whose activations are prepared by all threads
+UNPACKING = 6  # pairs that take as long as unpacking their expert
 
 
 class Choices:
@@ -91,6 +96,69 @@ def sorted_pairs(flat, E):
     return experts, first, pairs
 
 
+@inner
+def share_of_experts(first, run, runs):
+    """Where a thread's share begins, of experts whose pairs begin at `first`."""
+    J = first.size - 1
+    j, target = 0, (first[J] + UNPACKING * J) * run // runs
+    while j < J and first[j] + UNPACKING * j < target:
+        j += 1
+    return j
+
+
+@inner
+def experts_in_turn(
+    form, grouping, planes, group, hidden, inner, both, downs, first, firsts, rows, places, pairs, most, activation, x,
+    wide, narrow, y, low, high, room, h, prepared,
+):  # fmt: skip
+    """The MLPs of experts low .. high on one thread: gates in the first half of h, ups in the other."""
+    J, odd, inner_tiles, tiles = first.size - 1, 0, (inner + TILE - 1) // TILE, (hidden + TILE - 1) // TILE
+    for j in range(low, high):
+        for job in (j, J + j):
+            tiles_of_jobs(
+                form, grouping, planes, group, hidden, inner, both[0], both[1], both[2], firsts, rows, places, x, wide,
+                h, job * inner_tiles, (job + 1) * inner_tiles, room,
+            )  # fmt: skip
+        count, gates = first[j + 1] - first[j], h.ctypes.data
+        glu_span(gates, gates + 4 * most * inner, activation, gates, np.intp(0), count * inner)
+        for row in range(count):
+            odd += prepare_planes(form, grouping, planes, h, row * inner, inner, group, prepared, row * narrow)
+        tiles_of_jobs(
+            form, grouping, planes, group, inner, hidden, downs[0], downs[1], downs[2], first, places, pairs, prepared,
+            narrow, y, j * tiles, (j + 1) * tiles, room,
+        )  # fmt: skip
+    return odd
+
+
+@allocating
+def share_of_mlp(
+    form, grouping, planes, group, hidden, inner, both, downs, first, firsts, rows, places, pairs, most, activation, x,
+    wide, narrow, y, low, high,
+):  # fmt: skip
+    compiled_once()
+    room, h = room_for_tiles(form, grouping, planes, group, max(hidden, inner)), np.empty(2 * most * inner, np.float32)
+    return experts_in_turn(
+        form, grouping, planes, group, hidden, inner, both, downs, first, firsts, rows, places, pairs, most, activation,
+        x, wide, narrow, y, low, high, room, h, floats_in_lines(most * narrow),
+    )  # fmt: skip
+
+
+@kernel
+def mlp_by_experts(
+    form, grouping, planes, group, hidden, inner, both, downs, first, firsts, rows, places, pairs, most, activation, x,
+    wide, narrow, y,
+):  # fmt: skip
+    """An expert at a time on each thread. Returns how many rows have sums that are not finite."""
+    runs, odd = min(first.size - 1, threads()), 0
+    for index in prange(runs):
+        run = np.intp(index)
+        odd += share_of_mlp(
+            form, grouping, planes, group, hidden, inner, both, downs, first, firsts, rows, places, pairs, most,
+            activation, x, wide, narrow, y, share_of_experts(first, run, runs), share_of_experts(first, run + 1, runs),
+        )  # fmt: skip
+    return odd
+
+
 @alone
 def few_tokens_kernel(
     form, grouping, planes, lane_values, powers, centre, group, hidden, inner, wide, narrow, gate, up, down, ids, each,
@@ -114,9 +182,22 @@ def few_tokens_kernel(
     for i in range(P):
         rows[i] = rows[P + i] = pairs[i] // each
         places[i], places[P + i] = pairs[i], P + pairs[i]
-    T, h = x.size // hidden, np.empty(2 * P * inner, np.float32)
+    T = x.size // hidden
     prepared, sums = floats_in_lines(T * wide), np.empty(T * (hidden // group), np.float32)
     odd += prepare_rows(form, grouping, planes, lane_values, powers, centre, group, x, T, hidden, prepared, wide, sums)
+    if planes.ndim:
+        most = np.intp(0)
+        for j in range(J):
+            most = max(most, first[j + 1] - first[j])
+        if most > ROWS_APART and J >= 2 * threads():
+            for j in range(J):
+                for i in range(first[j], first[j + 1]):
+                    places[i], places[P + i] = i - first[j], most + i - first[j]
+            return odd + mlp_by_experts(
+                form, grouping, planes, group, hidden, inner, both, downs, first, firsts, rows, places, pairs, most,
+                activation, prepared, wide, narrow, y,
+            )  # fmt: skip
+    h = np.empty(2 * P * inner, np.float32)
     run_products(
         form, grouping, planes, powers, group, hidden, inner, both, firsts, rows, places, prepared, wide, sums, h
     )

@@ -32,6 +32,7 @@ HIGHEST_FRACTION = (0x7F7F7F & 0x3FFFFF) << 1  # of 127 (65536 + 256 + 1), as fl
 LEAST = np.float32(1e-30)  # a group whose activations are all smaller counts as zeros: their quotients would overflow
 FEW = 2  # rows; from three on, unpacking a tile once for all of them pays
 SMALL = 1 << 19  # multiplications, 13 us of one thread, 20 in float32: with another that is awake it takes 10
+SMALL_TILES = 1 << 20  # the same where weights are unpacked once for many rows: 12 to 25 us; cores may be slow to share
 FEW_NUMBERS = 1 << 15  # activations, prepared by one thread in 20 us
 
 
@@ -158,6 +159,7 @@ def tiles_of_jobs(
     form, grouping, planes, group, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, low, high, room
 ):
     """As `tile_products`, with room for a tile: its codes, scales and biases, and its sums."""
+    compiled_once()
     tiles, G = (N + TILE - 1) // TILE, K // group
     sums = min(G, WIDTH)
     codes, scale, bias, running = room
@@ -183,15 +185,20 @@ def tiles_of_jobs(
 
 
 @allocating
+def room_for_tiles(form, grouping, planes, group, K):
+    """What `tiles_of_jobs` needs on a thread, for rows of up to K weights."""
+    values, G = plane_sizes(form, grouping, planes)[0], K // group
+    scale, bias = floats_in_lines((G + WIDTH) * TILE), floats_in_lines((G + WIDTH) * TILE)
+    return floats_in_lines((K + WIDTH * values) * TILE // 4), scale, bias, floats_in_lines(WIDTH * ROWS * TILE)
+
+
+@allocating
 def tile_products(
     form, grouping, planes, group, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, low, high
 ):
     """Tasks low .. high: task t is 32 weight rows of job t // tiles. A job of FEW rows does not unpack them."""
     compiled_once()
-    G = K // group
-    codes = floats_in_lines((K + WIDTH * plane_sizes(form, grouping, planes)[0]) * TILE // 4)
-    scale, bias = floats_in_lines((G + WIDTH) * TILE), floats_in_lines((G + WIDTH) * TILE)
-    room = codes, scale, bias, floats_in_lines(WIDTH * ROWS * TILE)
+    room = room_for_tiles(form, grouping, planes, group, K)
     tiles_of_jobs(
         form, grouping, planes, group, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, low, high, room
     )  # fmt: skip
@@ -222,7 +229,7 @@ def plane_products_kernel(
                 )  # fmt: skip
     else:
         tasks = jobs * ((N + TILE - 1) // TILE)
-        runs = min(tasks, threads())
+        runs = min(tasks, threads()) if x_rows.size * N * K >= SMALL_TILES else 1
         for index in prange(runs):
             run = np.intp(index)
             tile_products(
