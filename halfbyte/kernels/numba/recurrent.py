@@ -25,8 +25,9 @@ def silu(v):
 
 
 @inner
-def conv_channels(x, taps, state, slot, silent, y, b, c, n, L, C, W, before):
-    """n channels from c of one request: new state first, then the tokens from last to first, so y may be x."""
+def conv_channels(x, taps, tap, state, slot, silent, y, b, c, n, L, C, W, before):
+    """n channels from c of one request, their taps from taps[tap] on: new state first, then the tokens from last to
+    first, so y may be x."""
     at = (slot * (W - 1)) * C + c
     for j in range(W - 1):
         lanes.store(before, j * 16, lanes.load_n(state, at + j * C, n))
@@ -44,8 +45,21 @@ def conv_channels(x, taps, state, slot, silent, y, b, c, n, L, C, W, before):
                 row = lanes.load(before, (t + j) * 16)
             else:
                 row = lanes.load_n(x, (b * L + t + j - (W - 1)) * C + c, n)
-            total = lanes.fma(lanes.load(taps, j * 16), row, total)
+            total = lanes.fma(lanes.load(taps, tap + j * PIECE), row, total)
         lanes.store_n(y, (b * L + t) * C + c, total if silent else silu(total), n)
+
+
+@inner
+def conv_token(x, taps, state, slot, silent, y, b, first, end, C, W):
+    """Channels first .. end, whole sixteens, of one request's only token: as `conv_channels`, each row read once."""
+    for c in range(first, end, 16):
+        at, total = slot * (W - 1) * C + c, lanes.zeros()
+        for j in range(W):
+            row = lanes.load(state, at + j * C) if j < W - 1 else lanes.load(x, b * C + c)
+            if j > 0:
+                lanes.store(state, at + (j - 1) * C, row)
+            total = lanes.fma(lanes.load(taps, j * PIECE + c - first), row, total)
+        lanes.store(y, b * C + c, total if silent else silu(total))
 
 
 @allocating
@@ -53,14 +67,19 @@ def conv_piece(x, weight, state, slots, silent, y, task, together, L, C, W):
     """Some channels of `together` requests; their taps are read once."""
     lanes.compiled_once()
     pieces = (C + PIECE - 1) // PIECE
-    first, start = task // pieces * together, task % pieces * PIECE
-    taps, before = np.empty(W * 16, np.float32), np.empty(W * 16, np.float32)
-    for c in range(start, min(C, start + PIECE), 16):
-        n = min(16, C - c)
+    requests, first = task // pieces * together, task % pieces * PIECE
+    end = min(C, first + PIECE)
+    taps, before = np.empty(W * PIECE, np.float32), np.empty(W * 16, np.float32)
+    for c in range(first, end, 16):
         for j in range(W):
-            lanes.store(taps, j * 16, lanes.load_spread(weight, c * W + j, W, n))
-        for b in range(first, min(slots.size, first + together)):
-            conv_channels(x, taps, state, slots[b], silent, y, b, c, n, L, C, W, before)
+            lanes.store(taps, j * PIECE + c - first, lanes.load_spread(weight, c * W + j, W, min(16, C - c)))
+    for b in range(requests, min(slots.size, requests + together)):
+        whole = first
+        if L == 1:
+            whole = end - (end - first) % 16
+            conv_token(x, taps, state, slots[b], silent, y, b, first, whole, C, W)
+        for c in range(whole, end, 16):
+            conv_channels(x, taps, c - first, state, slots[b], silent, y, b, c, min(16, C - c), L, C, W, before)
 
 
 @kernel
