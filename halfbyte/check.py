@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -71,9 +72,14 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for v in value:
             yield from tensors(v)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from tensors(getattr(value, field.name))
+    else:
+        for name in fields_of(type(value)):
+            yield from tensors(getattr(value, name))
+
+
+@cache
+def fields_of(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
 
 
 def with_doubles(value: Any) -> Any:

@@ -7,6 +7,7 @@ be under way before the first of their tokens is read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,6 +114,12 @@ def rehearse(model: Decoder, cache: Cache, B: int) -> None:
         run_all(fused(calls, model, B))
 
 
+def tape_key(device: torch.device, B: int, filtered: bool, fused: bool | None) -> tuple[Any, ...]:
+    """What a tape is made for, and the settings that it was recorded under."""
+    fuses = device.type == "cuda" if fused is None else fused
+    return "decode", B, filtered, fuses, fused is None and B == 1, cpu_activations(), is_deterministic()
+
+
 class DecodeStep:
     """One token of up to B requests, by a tape that all who decode so many on this cache share.
 
@@ -125,14 +132,16 @@ class DecodeStep:
         self, model: Decoder, cache: Cache, B: int, *, filtered: bool = False, fused: bool | None = None
     ) -> None:
         self.model, self.cache, self.B = model, cache, B
-        fuses = model.device.type == "cuda" if fused is None else bool(fused)
-        in_place = fused is None and B == 1
-        self.tape = shelf(model, cache).get(
-            ("decode", B, filtered, fuses, in_place, cpu_activations(), is_deterministic()),
-            lambda: Tape(model.device, cache.dtype, B, filtered, fuses, in_place),
-        )
+        key = tape_key(model.device, B, filtered, fused)
+        self.tape = shelf(model, cache).get(key, lambda: Tape(model.device, cache.dtype, *key[1:5]))
         self.rows: list[int] = []
         self._binding: object = None
+
+    @staticmethod
+    def is_recorded(model: Decoder, cache: Cache, B: int, filtered: bool) -> bool:
+        """Whether a step of so many would run what was recorded. Nothing is made for it if not."""
+        tape = shelf(model, cache).kept.get(tape_key(model.device, B, filtered, None))
+        return tape is not None and tape.recorded(cache)
 
     @property
     def ids(self) -> Tensor:

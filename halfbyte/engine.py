@@ -89,8 +89,10 @@ class Engine:
 
     def _computed(self) -> list[Made]:
         answering = [request for request in self.running if request.computed == len(request.prompt)]
-        if self.replays and (self.ahead or len(answering) == len(self.running)) and all(map(replayable, answering)):
-            return self._replayed(answering)
+        if self.replays and all(map(replayable, answering)):
+            alone = len(answering) == len(self.running)
+            if self.ahead or (alone and self.flights.pays(answering)):
+                return self._replayed(answering)
         flight = self.flights.land()  # one may be under way where somebody has come who cannot be replayed
         return self._written() if flight is None else flight.made()
 

@@ -7,6 +7,7 @@ no step waits for the host. A request that a token ends after all has taken one 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from .models.decoder import Decoder
 from .request import Made, Request, replayable
 from .sampling import Sampler
 
+WORTH = 3  # steps as they are written that cost as much more than replayed ones as recording one does
 SAVED = 1 << 28  # bytes of recurrent states that are kept to go back to: beyond, no step is launched ahead
 
 
@@ -71,12 +73,24 @@ class Flights:
         self.sizes = step_sizes(cache.slots, model.device)
         self.state_bytes = bytes_of(cache.kept, 1, 0, 1, cache.dtype)  # recurrent, of a slot
         self.saved = Saved(cache)
+        self.unrecorded: Counter[tuple[int, bool]] = Counter()  # how often each step came that was not recorded
         self.under_way: Flight | None = None
         self.last: Flight | None = None  # that the next launch may go on from, landed or not
 
     def saves(self, slots: int) -> bool:
         """Whether the states of so many slots may be kept to go back to."""
         return slots * self.state_bytes <= SAVED
+
+    def pays(self, requests: list[Request]) -> bool:
+        """Whether to replay the next step: it is recorded, or came often enough to be now.
+
+        While many come and go, some numbers of answers come once: recording those would only cost.
+        """
+        size = self._size(requests)
+        if DecodeStep.is_recorded(self.model, self.cache, *size):
+            return True
+        self.unrecorded[size] = (self.unrecorded[size] + 1) % (WORTH + 1)
+        return self.unrecorded[size] == 0
 
     def launch(self, requests: list[Request]) -> None:
         """Have a token of each request under way, after those that were read."""
@@ -125,9 +139,13 @@ class Flights:
         """The last one, where it goes on with these; else one that is to be bound."""
         if self.last is not None and self.last.requests == requests and self.last.step.bound:
             return self.last.step
-        filtered = any(one.params.temperature > 0 and one.params.filtered for one in requests)
-        size = next(size for size in self.sizes if size >= len(requests))
+        size, filtered = self._size(requests)
         return DecodeStep(self.model, self.cache, size, filtered=filtered)
+
+    def _size(self, requests: list[Request]) -> tuple[int, bool]:
+        """Rows of a step that has room for these, and whether some of them draw by top-k, top-p or min-p."""
+        filtered = any(one.params.temperature > 0 and one.params.filtered for one in requests)
+        return next(size for size in self.sizes if size >= len(requests)), filtered
 
     def _launch(self, step: DecodeStep, requests: list[Request], ahead: bool) -> None:
         drawn = step.launch()

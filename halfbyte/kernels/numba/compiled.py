@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from threading import RLock, get_ident
 from typing import Any
 
+import numpy as np
 from numba import njit
 
 from .store import Kept
@@ -23,6 +24,7 @@ KERNELS: list[Any] = []  # every kernel that Python calls, of the modules import
 _hooks: list[Callable[[Any], None]] = []  # of those who listen to calls of kernels
 _one_listens = RLock()
 _tracers: set[int] = set()  # the thread that traces, if one does
+_compiled: dict[Any, Any] = {}  # the code of a kernel for arguments of some kinds, as far as it was traced
 _rehearsed: list[dict[Any, None]] = []  # what the rehearsal that runs has listed, if one does
 
 
@@ -79,6 +81,16 @@ def _listening(note, *, others_wait=False):
                     made._compile_for_args = other
 
 
+def _kind(value):
+    """What Numba's type of an argument depends on: finding that out takes ten times as long as this."""
+    if isinstance(value, np.ndarray):
+        flags = value.flags
+        return value.dtype, value.ndim, flags.c_contiguous, flags.f_contiguous, flags.writeable, flags.aligned
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
+    return type(value) if not isinstance(value, int) or -(1 << 63) <= value < 1 << 63 else None
+
+
 def _nothing(*arguments):
     """In place of a kernel: writes nothing. What launchers read of a kernel's results they allocate as zeros."""
     return 0
@@ -123,13 +135,18 @@ def tracing():
     calls = []
 
     def note(made, arguments):
-        types = tuple(map(made.typeof_pyval, arguments))
-        if types not in made.overloads and _rehearsed:
-            _rehearsed[-1][made, types] = None
-        elif types not in made.overloads:
-            made.compile(types)
-            made._clear()
-        calls.append((made.overloads.get(types), arguments))
+        key = made, tuple(map(_kind, arguments))
+        if key not in _compiled:
+            types = tuple(map(made.typeof_pyval, arguments))
+            if types not in made.overloads and _rehearsed:
+                _rehearsed[-1][made, types] = None
+                calls.append((None, arguments))
+                return _nothing
+            if types not in made.overloads:
+                made.compile(types)
+                made._clear()
+            _compiled[key] = made.overloads[types]
+        calls.append((_compiled[key], arguments))
         return _nothing
 
     with _listening(note, others_wait=True):
