@@ -73,7 +73,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
         for v in value:
             yield from tensors(v)
     else:
-        for name in fields_of(type(value)):
+        for name in fields_of(value.__class__):
             yield from tensors(getattr(value, name))
 
 

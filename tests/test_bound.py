@@ -7,6 +7,7 @@ import torch
 from model_goldens import FOLDER, NAMES
 from test_decoding import all_of, different_lengths
 
+from halfbyte import flights
 from halfbyte.cases import CASES
 from halfbyte.check import tensors
 from halfbyte.decoding import DecodeStep
@@ -33,8 +34,9 @@ def texts(model, **more):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_text_has_the_same_bits_as_written(name):
+def test_a_text_has_the_same_bits_as_written(name, monkeypatch):
     """One text, and several that begin and end at different times; greedy, drawn, and drawn from a few."""
+    monkeypatch.setattr(flights, "WORTH", 0)  # every step is recorded
     model = load_model(FOLDER / name)
     expected, written, _ = texts(model, replays=False)
     got, made, cache = texts(model)
@@ -129,6 +131,22 @@ def test_only_the_steps_used_last_are_kept():
     DecodeStep(model, cache, 3)
     kept = [key[1] for key in shelf(model, cache).kept]
     assert kept == [*range(4, MOST + 3), 3]
+
+
+def test_a_number_of_answers_that_comes_seldom_is_not_recorded():
+    model = load_model(FOLDER / "qwen3_moe-4bit")
+    cache = model.new_cache(2, 40)
+    engine = Engine(model, cache)
+    first, second = (Request([1, 2, 3], 1 + flights.WORTH + more) for more in (0, 20))
+    engine.submit(first)
+    engine.submit(second)
+    alone = 0
+    while engine.busy:
+        engine.step()
+        alone += first.finish_reason is not None and len(second.made) > len(first.made)
+        kept = [key[1] for key in shelf(model, cache).kept]
+        assert kept == ([1] if alone > flights.WORTH else [])
+    assert alone == 20
 
 
 def test_a_request_with_a_processor_is_computed_as_written():

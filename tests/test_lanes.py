@@ -6,9 +6,9 @@ import sys
 
 import numpy as np
 import pytest
-from numba import njit
+from numba import get_num_threads, njit, set_num_threads
 
-from halfbyte.kernels.numba import lanes
+from halfbyte.kernels.numba import lanes, store
 from halfbyte.kernels.numba.compiled import inner
 
 
@@ -127,3 +127,27 @@ def test_an_older_cpu_has_the_same_vocabulary(cpu):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "not older"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@njit
+def threads_by_name():
+    return lanes.threads()
+
+
+@njit
+def threads_by_address():
+    return get_num_threads()
+
+
+def test_kernels_ask_for_threads_by_name():
+    """By an address, a kernel that another process has kept would call whatever is there in this one."""
+    before = get_num_threads()
+    try:
+        for count in (1, before):
+            set_num_threads(count)
+            assert threads_by_name() == threads_by_address() == count
+    finally:
+        set_num_threads(before)
+    store.portable(threads_by_name.overloads[()])
+    with pytest.raises(TypeError, match="threads_by_address calls an address of this process"):
+        store.portable(threads_by_address.overloads[()])

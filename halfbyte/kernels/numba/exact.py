@@ -27,7 +27,6 @@ from .lanes import (
     fused,
     has,
     read,
-    splatted,
     threads,
 )
 from .plane_products import SMALL_TILES

@@ -13,7 +13,8 @@ from numba import prange
 from .compiled import allocating, alone, inner, kernel, looks_at_values
 from .lanes import compiled_once, floats_in_lines, threads
 from .plane_products import FEW as ROWS_APART
-from .plane_products import TILE, prepare_planes, room_for_tiles, tiles_of_jobs
+from .plane_products import prepare_planes, room_for_tiles, tiles_of_jobs
+from .plane_tiles import TILE
 from .products import Activations, format_of, multiply, prepare_rows, run_products
 from .quant import NV_RANGE, matrices
 from .rowwise import ACTIVATION, glu_kernel, glu_span
@@ -21,6 +22,7 @@ from .views import destination, finish, floats
 
 EXACT = 1 << 13  # weights of a projection: a single product is exact up to four times that (products.py)
 FEW = 1 << 20  # numbers of all pairs: more are a prompt's, whose activations are prepared by all threads
+EVEN = 8  # experts of each thread that make even shares
 UNPACKING = 6  # pairs that take as long as unpacking their expert
 
 
@@ -189,7 +191,7 @@ def few_tokens_kernel(
         most = np.intp(0)
         for j in range(J):
             most = max(most, first[j + 1] - first[j])
-        if most > ROWS_APART and J >= 2 * threads():
+        if most > ROWS_APART and J // threads() >= EVEN:
             for j in range(J):
                 for i in range(first[j], first[j + 1]):
                     places[i], places[P + i] = i - first[j], most + i - first[j]

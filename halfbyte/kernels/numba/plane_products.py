@@ -140,7 +140,7 @@ def unpack_tile(form, grouping, planes, group, K, row, last, words, scales, bias
 def fold_tile(running, sums, rows, y, y_rows, i, row, N):
     """Add the sums of each row of a tile, by halves as sixteen lanes are folded, into rows of y, listed from i on.
 
-    Sums that a short row does not have would be zeros; one zero does what they all do, to the sign of another.
+    Sums that a short row does not have count as zeros: to what is there, adding one of them is adding all.
     """
     step = ROWS * TILE
     for m in range(rows):

@@ -116,6 +116,7 @@ def plane_tile(typing, form, grouping, planes, G, codes, scales, biases, x, plac
                 builder.mul(builder.udiv(first, I64(WIDTH)), I64(layout.block_bytes)),
                 builder.mul(builder.urem(first, I64(WIDTH)), I64(4)),
             )
+            within = builder.add(within, I64(layout.head_bytes))
             group_codes = builder.mul(loop.index, I64(layout.blocks * layout.passes * 4 * TILE))
 
             parts = [[[] for _ in both] for _ in xs]
@@ -130,7 +131,7 @@ def plane_tile(typing, form, grouping, planes, G, codes, scales, biases, x, plac
                             at = (word * layout.passes + j) * len(both)
                             tile = [vector_at(codes, group_codes, at + t, IVEC) for t in both]
                             block, lane = divmod(word, WIDTH)
-                            at = layout.head_bytes + block * layout.block_bytes + (p * layout.passes + j) * 4 * WIDTH + 4 * lane
+                            at = block * layout.block_bytes + (p * layout.passes + j) * 4 * WIDTH + 4 * lane
                             for line, start in zip(found, starts, strict=True):
                                 pointer = builder.gep(start, [builder.add(within, I64(at))])
                                 four = builder.load(builder.bitcast(pointer, I32.as_pointer()), align=1)

@@ -135,6 +135,9 @@ def remove_old(current):
 
 def portable(compiled):
     """A compiled kernel as bytes that another process can load."""
+    if compiled.library.has_dynamic_globals:
+        name = compiled.fndesc.qualname
+        raise TypeError(f"{name} calls an address of this process: kept, it would call the same one in another")
     return dumps(compiled._reduce())
 
 
