@@ -152,7 +152,8 @@ def load_of(server, args, alone, requests):
 
 
 def bars_of(server, tokenizer):
-    asyncio.run(run(server.port, stories(tokenizer, 32), 32, {}))
+    for clients in (32, 1):  # what is recorded once is recorded then
+        asyncio.run(run(server.port, stories(tokenizer, clients), clients, {}))
     print("one client:")
     _, single = asyncio.run(run(server.port, stories(tokenizer, 8), 1, {}))
     print("32 clients:")
