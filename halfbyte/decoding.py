@@ -23,6 +23,8 @@ from .replaying import Replay, fused, shelf
 from .sampling import Sampler
 from .step import Run, Step, upload
 
+WORTH = 3  # steps as they are written that cost as much more than replayed ones as recording one does
+
 
 class Drawn:
     """The ids that a step draws, on their way to the host."""
@@ -138,10 +140,16 @@ class DecodeStep:
         self._binding: object = None
 
     @staticmethod
-    def is_recorded(model: Decoder, cache: Cache, B: int, filtered: bool) -> bool:
-        """Whether a step of so many would run what was recorded. Nothing is made for it if not."""
-        tape = shelf(model, cache).kept.get(tape_key(model.device, B, filtered, None))
-        return tape is not None and tape.recorded(cache)
+    def pays(model: Decoder, cache: Cache, B: int, filtered: bool) -> bool:
+        """Whether to replay a step of so many, asked before each: it was recorded, or came often enough to be now.
+
+        While many come and go, some numbers of answers come once: recording those would only cost.
+        """
+        kept, key = shelf(model, cache), tape_key(model.device, B, filtered, None)
+        if key in kept.kept:
+            return True
+        kept.unrecorded[key] = (kept.unrecorded[key] + 1) % (WORTH + 1)
+        return kept.unrecorded[key] == 0
 
     @property
     def ids(self) -> Tensor:

@@ -34,10 +34,11 @@ from .step import Wanted, upload
 class Engine:
     """Runs requests on a model, up to as many at a time as the cache has slots; the others wait in order.
 
-    `replays`: what a step of answers computes is recorded once and replayed, which takes Python out of the loop; None
-    does so on CPU and CUDA, unless somebody watches ops. `ahead`: prompts are replayed too, and a step of answers is
-    launched before the tokens of the one before are read, whoever joins or leaves; None does so on CUDA. A request that
-    ends meanwhile has taken a token too many: that one is not counted, and the state goes back (see `Request.keeps`).
+    `replays`: what a step of answers computes is recorded, once it has come a few times, and replayed, which takes
+    Python out of the loop; None does so on CPU and CUDA, unless somebody watches ops. `ahead`: it is recorded at once,
+    prompts are replayed too, and a step of answers is launched before the tokens of the one before are read, whoever
+    joins or leaves; None does so on CUDA. A request that ends meanwhile has taken a token too many: that one is not
+    counted, and the state goes back (see `Request.keeps`).
     """
 
     @torch.inference_mode(False)  # what is kept from step to step must serve outside of that mode too

@@ -7,7 +7,6 @@ no step waits for the host. A request that a token ends after all has taken one 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ from .models.decoder import Decoder
 from .request import Made, Request, replayable
 from .sampling import Sampler
 
-WORTH = 3  # steps as they are written that cost as much more than replayed ones as recording one does
 SAVED = 1 << 28  # bytes of recurrent states that are kept to go back to: beyond, no step is launched ahead
 
 
@@ -73,7 +71,6 @@ class Flights:
         self.sizes = step_sizes(cache.slots, model.device)
         self.state_bytes = bytes_of(cache.kept, 1, 0, 1, cache.dtype)  # recurrent, of a slot
         self.saved = Saved(cache)
-        self.unrecorded: Counter[tuple[int, bool]] = Counter()  # how often each step came that was not recorded
         self.under_way: Flight | None = None
         self.last: Flight | None = None  # that the next launch may go on from, landed or not
 
@@ -82,15 +79,8 @@ class Flights:
         return slots * self.state_bytes <= SAVED
 
     def pays(self, requests: list[Request]) -> bool:
-        """Whether to replay the next step: it is recorded, or came often enough to be now.
-
-        While many come and go, some numbers of answers come once: recording those would only cost.
-        """
-        size = self._size(requests)
-        if DecodeStep.is_recorded(self.model, self.cache, *size):
-            return True
-        self.unrecorded[size] = (self.unrecorded[size] + 1) % (WORTH + 1)
-        return self.unrecorded[size] == 0
+        """Whether to replay the next step, of these."""
+        return DecodeStep.pays(self.model, self.cache, *self._size(requests))
 
     def launch(self, requests: list[Request]) -> None:
         """Have a token of each request under way, after those that were read."""

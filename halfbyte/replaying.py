@@ -7,6 +7,7 @@ fusion lays them elsewhere: both are noticed here, and the calls are captured or
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -37,6 +38,7 @@ class Shelf:
         self.pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.most = None if device.type == "cuda" else MOST
         self.kept: dict[Any, Any] = {}  # the one used last is the last
+        self.unrecorded: Counter[Any] = Counter()  # how often steps came that were not recorded
 
     def get(self, key: Any, make: Callable[[], T]) -> T:
         kept: T = self.kept.pop(key) if key in self.kept else make()

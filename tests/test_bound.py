@@ -7,10 +7,10 @@ import torch
 from model_goldens import FOLDER, NAMES
 from test_decoding import all_of, different_lengths
 
-from halfbyte import flights
+from halfbyte import decoding
 from halfbyte.cases import CASES
 from halfbyte.check import tensors
-from halfbyte.decoding import DecodeStep
+from halfbyte.decoding import WORTH, DecodeStep
 from halfbyte.engine import Engine, Request
 from halfbyte.fusion.reuse import arranged, share_memory
 from halfbyte.graph import addresses, bound, record, run_all
@@ -36,7 +36,7 @@ def texts(model, **more):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_has_the_same_bits_as_written(name, monkeypatch):
     """One text, and several that begin and end at different times; greedy, drawn, and drawn from a few."""
-    monkeypatch.setattr(flights, "WORTH", 0)  # every step is recorded
+    monkeypatch.setattr(decoding, "WORTH", 0)  # every step is recorded
     model = load_model(FOLDER / name)
     expected, written, _ = texts(model, replays=False)
     got, made, cache = texts(model)
@@ -137,7 +137,7 @@ def test_a_number_of_answers_that_comes_seldom_is_not_recorded():
     model = load_model(FOLDER / "qwen3_moe-4bit")
     cache = model.new_cache(2, 40)
     engine = Engine(model, cache)
-    first, second = (Request([1, 2, 3], 1 + flights.WORTH + more) for more in (0, 20))
+    first, second = (Request([1, 2, 3], 1 + WORTH + more) for more in (0, 20))
     engine.submit(first)
     engine.submit(second)
     alone = 0
@@ -145,7 +145,7 @@ def test_a_number_of_answers_that_comes_seldom_is_not_recorded():
         engine.step()
         alone += first.finish_reason is not None and len(second.made) > len(first.made)
         kept = [key[1] for key in shelf(model, cache).kept]
-        assert kept == ([1] if alone > flights.WORTH else [])
+        assert kept == ([1] if alone > WORTH else [])
     assert alone == 20
 
 

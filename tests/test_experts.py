@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from numba import get_num_threads, set_num_threads
 
 from halfbyte.cases.case import Random
 from halfbyte.cases.experts import FORMS
@@ -33,6 +34,24 @@ def test_a_token_does_not_see_its_batch():
     assert torch.equal(expert_mlp(x, ids.flip(1), e), whole.flip(1))
     own = x[:, None].expand(23, 3, 128)
     assert torch.equal(expert_mlp(own, ids, e), whole)
+
+
+@pytest.mark.parametrize(("inner", "hidden"), [(64, 256), (256, 64), (192, 320)])
+def test_an_expert_on_one_thread_has_the_bits_of_single_tokens(inner, hidden):
+    """Sixteen experts, some chosen by several tokens: each is one thread's, however many there are."""
+    torch.manual_seed(0)
+    e, x = experts(16, inner, hidden), torch.randn(40, hidden)
+    ids = torch.stack([torch.randperm(16)[:3] for _ in range(40)])
+    x[7, 3] = torch.inf
+    single = torch.cat([expert_mlp(x[t : t + 1], ids[t : t + 1], e) for t in range(40)])
+    before = get_num_threads()
+    try:
+        for count in (1, before):
+            set_num_threads(count)
+            together = expert_mlp(x, ids, e)
+            assert torch.equal(together.view(torch.int32), single.view(torch.int32))
+    finally:
+        set_num_threads(before)
 
 
 def test_one_expert_is_an_ordinary_network():

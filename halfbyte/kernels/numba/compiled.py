@@ -82,7 +82,8 @@ def _listening(note, *, others_wait=False):
 
 
 def _kind(value):
-    """What Numba's type of an argument depends on: finding that out takes ten times as long as this."""
+    """What Numba's type of a kernel's argument depends on (an array, a number, a tuple of those): asking Numba takes
+    ten times as long."""
     if isinstance(value, np.ndarray):
         flags = value.flags
         return value.dtype, value.ndim, flags.c_contiguous, flags.f_contiguous, flags.writeable, flags.aligned

@@ -29,7 +29,7 @@ from .lanes import (
     read,
     threads,
 )
-from .plane_products import SMALL_TILES
+from .plane_products import SMALL, SMALL_TILES
 
 DVEC = ir.VectorType(ir.DoubleType(), WIDTH)
 HALF_FVEC, HALF_DVEC = (ir.VectorType(kind, WIDTH // 2) for kind in (F32, ir.DoubleType()))
@@ -233,7 +233,7 @@ def exact_kernel(form, grouping, powers, K, N, words, scales, biases, first, x_r
     runs = min(work, threads())
     if work == 0:
         return
-    if x_rows.size * N * K < SMALL_TILES:
+    if x_rows.size * N * K < (SMALL_TILES if x_rows.size > words.size else SMALL):
         exact_products(
             form, grouping, powers, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, np.intp(0), work
         )

@@ -1,8 +1,9 @@
 """Experts on a CPU: the pairs (token, choice) sorted by expert, then one run of products.py over all of them.
 
 One token and many take the same way: an expert's weights stream by once, for all the rows that chose it. For a few
-tokens the whole MLP is one call. With many experts, each is one thread's from gate to down, and what lies between them
-stays in that core's cache; with few, gates and ups are one parallel region and downs another.
+tokens the whole MLP is one call. With many experts, some of them chosen by several tokens, each is one thread's from
+gate to down, and what lies between stays in that core's cache; else gates and ups are one parallel region and downs
+another, as they are where activations are no whole numbers.
 """
 
 from functools import lru_cache
@@ -122,7 +123,7 @@ def experts_in_turn(
                 h, job * inner_tiles, (job + 1) * inner_tiles, room,
             )  # fmt: skip
         count, gates = first[j + 1] - first[j], h.ctypes.data
-        glu_span(gates, gates + 4 * most * inner, activation, gates, np.intp(0), count * inner)
+        glu_span(gates, h[most * inner :].ctypes.data, activation, gates, np.intp(0), count * inner)
         for row in range(count):
             odd += prepare_planes(form, grouping, planes, h, row * inner, inner, group, prepared, row * narrow)
         tiles_of_jobs(

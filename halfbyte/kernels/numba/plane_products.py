@@ -140,7 +140,7 @@ def unpack_tile(form, grouping, planes, group, K, row, last, words, scales, bias
 def fold_tile(running, sums, rows, y, y_rows, i, row, N):
     """Add the sums of each row of a tile, by halves as sixteen lanes are folded, into rows of y, listed from i on.
 
-    Sums that a short row does not have count as zeros: to what is there, adding one of them is adding all.
+    Sums that a short row does not have count as zeros: adding one of them is adding all.
     """
     step = ROWS * TILE
     for m in range(rows):
@@ -151,7 +151,8 @@ def fold_tile(running, sums, rows, y, y_rows, i, row, N):
                     at = here + number * step
                     store(running, at - half * step, load(running, at - half * step) + load(running, at))
                 half, left = half // 2, min(left, half)
-            store_n(y, y_rows[i + m] * N + row + side, load(running, here) + zeros(), np.intp(N - row - side))
+            whole = load(running, here) if sums == WIDTH else load(running, here) + zeros()
+            store_n(y, y_rows[i + m] * N + row + side, whole, np.intp(N - row - side))
 
 
 @inner
