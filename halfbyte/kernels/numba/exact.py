@@ -230,9 +230,9 @@ def exact_products(form, grouping, powers, K, N, words, scales, biases, first, x
 def exact_kernel(form, grouping, powers, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y):
     """As products_kernel, with the weights and sums of `dot_exact`."""
     work = x_rows.size * ((N + ROWS - 1) // ROWS)
-    runs = min(work, threads())
     if work == 0:
         return
+    runs = min(work, threads())
     if x_rows.size * N * K < (SMALL_TILES if x_rows.size > words.size else SMALL):
         exact_products(
             form, grouping, powers, K, N, words, scales, biases, first, x_rows, y_rows, x, stride, y, np.intp(0), work

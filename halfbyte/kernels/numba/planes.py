@@ -123,7 +123,8 @@ class Planes(Layout):
     def prepared_row(self, K):
         """Bytes of a row of K activations."""
         spans, rest = divmod(K, WIDTH * self.group)
-        return spans * self.span_bytes + (self.head_bytes - -rest // self.block * self.block_bytes if rest else 0)
+        last = self.head_bytes + -(-rest // self.block) * self.block_bytes if rest else 0
+        return spans * self.span_bytes + last
 
     def words(self, builder, place, lanes=None):
         """The words of a block; of the first lanes, where not all lie inside."""
