@@ -38,11 +38,16 @@ class Account:
     left_out: int  # vision, further-token prediction: stored, not used
     read_per_token: int  # weights that one token needs
     cache_fixed: int  # of one request, whatever its length; bfloat16 where it is as the activations
+    cache_fixed_float32: int  # the same where those are float32, as on a CPU
     cache_per_token: int
     cache_windows: int  # of layers that look back a window only, when it is full
 
     def cache(self, tokens: int) -> int:
         return self.cache_fixed + self.cache_windows + tokens * self.cache_per_token
+
+    def cache_float32(self, tokens: int) -> int:
+        """The same with activations of float32."""
+        return self.cache_fixed_float32 + 2 * (self.cache_windows + tokens * self.cache_per_token)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,6 +90,7 @@ def account(checkpoint: Checkpoint, model: Decoder, ledger: Ledger) -> Account:
         left_out=checkpoint.size - total,
         read_per_token=round(total - experts - looked_up + experts * share),
         cache_fixed=fixed,
+        cache_fixed_float32=bytes_of(lines, 1, 0, 1, torch.float32),
         cache_per_token=bytes_of(lines, 1, 1, 1, torch.bfloat16) - fixed,
         cache_windows=bytes_of(windows, 1, model.context, 1, torch.bfloat16),
     )

@@ -13,13 +13,14 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import files
+from . import files, strict_json
 from .cache import Cache, Snapshot
 from .errors import CheckpointError
 from .models.decoder import Decoder
 from .ops.dispatch import cpu_activations
 
 VERSION = "1"
+AGAIN = "Delete it and make it again."
 
 
 def save(path: Path | str, model: Decoder, cache: Cache, ids: list[int], slot: int = 0) -> None:
@@ -69,7 +70,8 @@ def _read(path: Path, model: Decoder) -> tuple[list[int], dict[str, Tensor]]:
                 _refuse(path, f"it has version {said.get('version')!r}, this program reads {VERSION!r}")
             if said.get("model") != _made_by(model):
                 _refuse(path, "it was made with another checkpoint, or other --cpu-activations")
-            ids = json.loads(said.get("ids", "null"))
+            text, where = said.get("ids", "null").encode(), f"{path}: not a prompt cache: its token ids"
+            ids = strict_json.parse(text, where, remedy=f" {AGAIN}", finite=True)
             if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < model.vocabulary for id in ids):
                 _refuse(path, "its token ids are damaged")
             return ids, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
@@ -78,7 +80,7 @@ def _read(path: Path, model: Decoder) -> tuple[list[int], dict[str, Tensor]]:
     except (SafetensorError, ValueError, OSError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path}: not a prompt cache: {error}. Delete it and make it again.") from None
+        raise CheckpointError(f"{path}: not a prompt cache: {error}. {AGAIN}") from None
 
 
 def _made_by(model: Decoder) -> str:
@@ -92,4 +94,4 @@ def _name(layer: int, part: str) -> str:
 
 
 def _refuse(path: Path | str, why: str) -> NoReturn:
-    raise CheckpointError(f"{path}: the prompt cache does not fit: {why}. Delete it and make it again.")
+    raise CheckpointError(f"{path}: the prompt cache does not fit: {why}. {AGAIN}")

@@ -7,6 +7,8 @@ be under way before the first of their tokens is read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from .cache import Cache
 from .fusion import fuse_in_place
 from .fusion.reuse import share_memory
-from .graph import Call, addresses, record, run_all
+from .graph import Call, addresses, cut, record, run_all
 from .models.decoder import Decoder
 from .ops.dispatch import LANGUAGE_OF, cpu_activations, find, is_deterministic
 from .ops.sampling import Sampling, sample
@@ -23,7 +25,7 @@ from .replaying import Replay, fused, shelf
 from .sampling import Sampler
 from .step import Run, Step, upload
 
-WORTH = 3  # steps as they are written that cost as much more than replayed ones as recording one does
+OFTEN = 4  # times that steps of some size have come: then they surely come again
 
 
 class Drawn:
@@ -49,13 +51,22 @@ class Tape:
     """A step of B requests as it was recorded, and the tensors that it reads: whose token, where, drawn how.
 
     The first run computes the step as it is written and records it. Where it is fused the second runs it so, so that
-    what fusions launch is compiled, and captures it. From then on it is replayed.
+    what fusions launch is compiled, and captures it. From then on it is replayed. In several `parts`, each has some of
+    the requests, and none has to do with another.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, B: int, filtered: bool, fuses: bool, in_place: bool = False
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        B: int,
+        filtered: bool,
+        fuses: bool,
+        in_place: bool = False,
+        parts: int = 1,
     ) -> None:
-        self.fuses, self.in_place = fuses, in_place
+        self.dtype, self.filtered, self.fuses, self.in_place = dtype, filtered, fuses, in_place
+        self.parts = [slice(*ends) for ends in pairwise(B * part // parts for part in range(parts + 1))]
 
         def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -65,12 +76,9 @@ class Tape:
         self.places = numbers(2, B)  # of the tokens that are computed, and the lengths that they make
         self.moves = numbers(B)
         self.settings, self.top_k = numbers(3, B, dtype=torch.float32), numbers(B)
-        temperature, top_p, min_p = self.settings
-        top_p.fill_(1.0)
-        self.params = Sampling(temperature, self.top_k, top_p, min_p) if filtered else Sampling(temperature)
-        self.step = Step(self.ids, self.places[0], (Run(0, B, 1, self.slots, self.places[1]),), dtype)
+        self.settings[1].fill_(1.0)  # top-p
         self.calls: list[Call] = []
-        self.logits: Tensor | None = None
+        self.logits: list[Tensor] = []  # of each part
         self.binding: object = None  # the newest; a DecodeStep knows its own
         self._layers: object = None  # of the cache that it was recorded on
         self._captured = False
@@ -84,7 +92,10 @@ class Tape:
         if not recorded:  # the first run, or the cache has grown
             self._captured = False
             self.replay.forget()
-            self.logits, self.calls = record(lambda: self.compute(model, cache))
+            recordings = [record(partial(self.compute, model, cache, rows)) for rows in self.parts]
+            self.calls = [one for _, calls in recordings for one in calls]
+            self.replay.cuts = list(accumulate(len(calls) for _, calls in recordings[:-1]))
+            self.logits = [logits for logits, _ in recordings]
         elif not self._captured and self.fuses:
             self.calls = fused(self.calls, model, len(self.ids))
             run_all(self.calls)
@@ -93,15 +104,24 @@ class Tape:
         else:
             if not self._captured and model.device.type == "cpu":
                 self.calls = fuse_in_place(self.calls) if self.in_place else self.calls
-                share_memory(self.calls, addresses(self.logits))
+                for part in cut(self.calls, self.replay.cuts):
+                    share_memory(part, addresses(self.logits))
             self._captured = True
             self.replay.run(self.calls, model, shelf(model, cache).pool)
+            if self.replay.in_turn:  # all that parts cost and nothing that they give: recorded anew, in one
+                self.parts = [slice(len(self.ids))]
+                return
         self._layers = cache.layers
 
-    def compute(self, model: Decoder, cache: Cache) -> Tensor:
-        logits = model(self.step, cache)
-        sample(logits, self.params, self.seeds, self.places[1], out=self.ids)
-        self.places += self.moves
+    def compute(self, model: Decoder, cache: Cache, rows: slice) -> Tensor:
+        """The logits of some of the requests, whose next tokens are drawn."""
+        ids, slots, places = self.ids[rows], self.slots[rows], self.places[:, rows]
+        temperature, top_p, min_p = self.settings[:, rows]
+        params = Sampling(temperature, self.top_k[rows], top_p, min_p) if self.filtered else Sampling(temperature)
+        step = Step(ids, places[0], (Run(0, len(ids), 1, slots, places[1]),), self.dtype)
+        logits = model(step, cache)
+        sample(logits, params, self.seeds[rows], places[1], out=ids)
+        places += self.moves[rows]
         return logits
 
 
@@ -109,17 +129,28 @@ def rehearse(model: Decoder, cache: Cache, B: int) -> None:
     """Launch all that a step of B requests launches: as it is written, and fused or bound."""
     tape = Tape(model.device, cache.dtype, B, filtered=False, fuses=True)
     tape.places[1].fill_(1)
-    _, calls = record(lambda: tape.compute(model, cache))
+    _, calls = record(lambda: tape.compute(model, cache, slice(B)))
     if (traced := find(LANGUAGE_OF.get(model.device.type, "torch"), "binding", "traced")) is not None:
         traced(calls)
     else:
         run_all(fused(calls, model, B))
 
 
-def tape_key(device: torch.device, B: int, filtered: bool, fused: bool | None) -> tuple[Any, ...]:
+def tape_key(model: Decoder, B: int, filtered: bool, fused: bool | None, parts: int | None = None) -> tuple[Any, ...]:
     """What a tape is made for, and the settings that it was recorded under."""
-    fuses = device.type == "cuda" if fused is None else fused
-    return "decode", B, filtered, fuses, fused is None and B == 1, cpu_activations(), is_deterministic()
+    fuses = model.device.type == "cuda" if fused is None else fused
+    if parts is None:
+        parts = parts_of(model, B) if fused is None else 1
+    return "decode", B, filtered, fuses, fused is None and B == 1, parts, cpu_activations(), is_deterministic()
+
+
+def parts_of(model: Decoder, B: int) -> int:
+    """In how many parts a step of B requests is best replayed."""
+    shares = find(LANGUAGE_OF.get(model.device.type, "torch"), "binding", "shares")
+    if shares is None or model.nbytes is None or model.residency is not None:
+        return 1
+    parts: int = shares(B, model.nbytes)
+    return parts
 
 
 class DecodeStep:
@@ -127,16 +158,24 @@ class DecodeStep:
 
     Tokens are drawn at a temperature each (0 is greedy) and, where `filtered`, by top-k, top-p and min-p. Fusing may
     move weights: the steps of one model are all fused, or none is. If nobody says, they are on a GPU, and in place on a
-    CPU.
+    CPU, where a small model's are in several `parts`.
     """
 
     def __init__(
-        self, model: Decoder, cache: Cache, B: int, *, filtered: bool = False, fused: bool | None = None
+        self,
+        model: Decoder,
+        cache: Cache,
+        B: int,
+        *,
+        filtered: bool = False,
+        fused: bool | None = None,
+        parts: int | None = None,
     ) -> None:
         self.model, self.cache, self.B = model, cache, B
-        key = tape_key(model.device, B, filtered, fused)
-        self.tape = shelf(model, cache).get(key, lambda: Tape(model.device, cache.dtype, *key[1:5]))
+        key = tape_key(model, B, filtered, fused, parts)
+        self.tape = shelf(model, cache).get(key, lambda: Tape(model.device, cache.dtype, *key[1:6]))
         self.rows: list[int] = []
+        self.lent: list[int] = []  # slots of nobody's that are no padding: they may become somebody's
         self._binding: object = None
 
     @staticmethod
@@ -145,11 +184,7 @@ class DecodeStep:
 
         While many come and go, some numbers of answers come once: recording those would only cost.
         """
-        kept, key = shelf(model, cache), tape_key(model.device, B, filtered, None)
-        if key in kept.kept:
-            return True
-        kept.unrecorded[key] = (kept.unrecorded[key] + 1) % (WORTH + 1)
-        return kept.unrecorded[key] == 0
+        return shelf(model, cache).worth(tape_key(model, B, filtered, None), OFTEN)
 
     @property
     def ids(self) -> Tensor:
@@ -164,9 +199,10 @@ class DecodeStep:
         return self.tape.calls
 
     @property
-    def logits(self) -> Tensor | None:
+    def logits(self) -> Tensor:
         """Of the step that was launched last, [B, V]; the next one writes over them."""
-        return self.tape.logits
+        logits = self.tape.logits
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     @property
     def bound(self) -> bool:
@@ -179,17 +215,24 @@ class DecodeStep:
         return self.tape.recorded(self.cache)
 
     def bind(
-        self, slots: Sequence[int], ids: Sequence[int], sampler: Sampler | None = None, drawn: Tensor | None = None
+        self,
+        slots: Sequence[int],
+        ids: Sequence[int],
+        sampler: Sampler | None = None,
+        drawn: Tensor | None = None,
+        free: Sequence[int] = (),
     ) -> None:
         """The requests to go on with: the slots they live in, and each one's newest token, which no step has taken.
 
         Where the host has not read those tokens, `ids` are their places among what was `drawn`, on the device.
-        Where they are fewer than B, the rows that are left compute tokens of nobody's in the cache's slots for padding.
+        Where they are fewer than B, the rows that are left compute tokens of nobody's in the cache's slots for padding,
+        and in `free` ones.
         """
-        self.rows = list(slots)
+        self.rows, padding = list(slots), self.cache.padding
+        self.lent = list(free[: max(self.B - len(slots) - len(padding), 0)])
         held = [self.cache.lengths[slot] for slot in slots]
         used = [(id, slot, length, length + 1, 1) for id, slot, length in zip(ids, slots, held, strict=True)]
-        columns = [*used, *((0, slot, 0, 1, 0) for slot in self.cache.padding[: self.B - len(used)])]
+        columns = [*used, *((0, slot, 0, 1, 0) for slot in (*padding, *self.lent)[: self.B - len(used)])]
         assert len(columns) == self.B
         given = upload(list(zip(*columns, strict=True)), self.model.device)
         tape = self.tape
@@ -204,16 +247,17 @@ class DecodeStep:
             tape.top_k.copy_(sampler.top_k[rows])
             tape.seeds.copy_(sampler.seeds[rows])
 
-    def launch(self) -> Drawn:
-        """Compute one step, or, on a GPU, have it under way."""
+    def launch(self, counts: bool = True) -> Drawn:
+        """Compute one step, or, on a GPU, have it under way. The cache `counts` its tokens, or the caller will."""
         if not self.bound:
             raise RuntimeError(
                 "another step was bound to the tape since, or none was: say again whose tokens come next"
             )
-        longest = max((self.cache.lengths[slot] for slot in self.rows), default=0)
+        lengths = self.cache.lengths
+        longest = max([lengths[slot] for slot in self.rows], default=0)
         if longest >= self.cache.capacity:
             raise ValueError(f"a slot would hold {longest + 1} tokens: this cache has room for {self.cache.capacity}")
         self.tape.run(self.model, self.cache)
-        for slot in self.rows:
-            self.cache.lengths[slot] += 1
+        for slot in self.rows if counts else ():
+            lengths[slot] += 1
         return Drawn(self.tape.ids)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from itertools import islice
 
 from .checkpoint.ledger import Ledger, Mixture
-from .expert_reader import ExpertReader, Range
+from .expert_ranges import Range
+from .expert_reader import ExpertReader
 from .expert_shares import expert_bytes, parts_of
 from .residency import descriptors_for
 

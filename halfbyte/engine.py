@@ -21,7 +21,7 @@ from .flights import Draw, Flights, slots_of
 from .machine import one_for_torch
 from .models.decoder import Decoder
 from .ops.dispatch import is_deterministic, watched
-from .prefilling import prefill, together
+from .prefilling import pays, prefill, together
 from .request import Chooser as Chooser
 from .request import Made as Made
 from .request import Processor as Processor
@@ -36,9 +36,9 @@ class Engine:
 
     `replays`: what a step of answers computes is recorded, once it has come a few times, and replayed, which takes
     Python out of the loop; None does so on CPU and CUDA, unless somebody watches ops. `ahead`: it is recorded at once,
-    prompts are replayed too, and a step of answers is launched before the tokens of the one before are read, whoever
-    joins or leaves; None does so on CUDA. A request that ends meanwhile has taken a token too many: that one is not
-    counted, and the state goes back (see `Request.keeps`).
+    prompts of any model are replayed, and a step of answers is launched before the tokens of the one before are read,
+    whoever joins or leaves; None does so on CUDA. A request that ends meanwhile has taken a token too many: that one is
+    not counted, and the state goes back (see `Request.keeps`).
     """
 
     @torch.inference_mode(False)  # what is kept from step to step must serve outside of that mode too
@@ -50,9 +50,9 @@ class Engine:
             self.replays = False
         self.threads = one_for_torch if model.device.type == "cpu" else nullcontext
         self.sampler = Sampler(cache.padding.stop, model.vocabulary, model.device)
-        self.flights = Flights(model, cache, self.sampler)
         self.room = cache.chunk  # tokens of prompts that a step takes
         self.free = list(range(cache.slots - 1, -1, -1))
+        self.flights = Flights(model, cache, self.sampler, self.free)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -75,7 +75,10 @@ class Engine:
 
     @torch.inference_mode(False)
     def step(self) -> list[Made]:
-        """Compute one step. A request that has ended leaves its slot; its state stays there until the next step."""
+        """Compute one step. A request that has ended leaves its slot; its state stays there until the next step, which
+        may write into free slots."""
+        if self.model.guard is not None:
+            self.model.guard.check()
         while self.waiting and self.free:
             self._start(self.waiting.popleft())
         with self.threads():
@@ -90,12 +93,27 @@ class Engine:
 
     def _computed(self) -> list[Made]:
         answering = [request for request in self.running if request.computed == len(request.prompt)]
-        if self.replays and all(map(replayable, answering)):
-            alone = len(answering) == len(self.running)
-            if self.ahead or (alone and self.flights.pays(answering)):
-                return self._replayed(answering)
+        if self.replays and (self._as_before(answering) or (all(map(replayable, answering)) and self._pays(answering))):
+            return self._replayed(answering)
         flight = self.flights.land()  # one may be under way where somebody has come who cannot be replayed
         return self._written() if flight is None else flight.made()
+
+    def _as_before(self, answering: list[Request]) -> bool:
+        """Whether nobody has come or gone since a step was replayed: the usual case, of which nothing need be asked."""
+        return len(answering) == len(self.running) and self.flights.go_on(answering)
+
+    def _pays(self, answering: list[Request]) -> bool:
+        """Whether the next step is better replayed: of answers alone, or with one prompt whose piece is bound too."""
+        if self.ahead:
+            return True
+        prompting = [request for request in self.running if request.computed < len(request.prompt)]
+        if len(prompting) > 1:
+            return False
+        for one in prompting:
+            assert one.slot is not None
+            if not pays(self.model, self.cache, one.slot, self._piece_length(one)):
+                return False
+        return not answering or self.flights.pays(answering)
 
     def _written(self) -> list[Made]:
         """All the work of a step at once, as the model is written."""
@@ -211,6 +229,8 @@ def logits(model: Decoder, ids: Sequence[int] | Tensor, cache: Cache | None = No
     Given that cache again, `ids` go on where the text ended.
     """
     tokens = token_ids(model, ids)
+    if model.guard is not None:
+        model.guard.check()
     cache = model.new_cache() if cache is None else cache
     cache.reserve(cache.lengths[0] + len(tokens))
     parts = [torch.empty(0, model.vocabulary, device=model.device)]

@@ -14,22 +14,22 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from ctypes import addressof, c_char
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Lock, local
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .checkpoint.descriptors import MOST, Descriptors
-from .checkpoint.reading import BUFFERS, PAGE, fill_pages, fill_views
+from .checkpoint.reading import PAGE, fill_pages, fill_views
 from .checkpoint.shards import State
+from .expert_ranges import Integers, Range, Where, address_of, of_pages, runs
 from .ops import dispatch
 
 log = logging.getLogger(__name__)
@@ -39,52 +39,6 @@ SHARED = 1 << 20  # the same where there is less than that for each thread, so t
 STALLED = 5.0  # seconds without an end, after which people are told
 NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux has it: read only what is in the system's memory
 BILLION = 10**9  # nanoseconds in a second
-
-Integers = NDArray[np.int64]
-
-
-class Range(NamedTuple):
-    """Bytes of a file from `start` on, and the memory that they fill."""
-
-    path: Path
-    start: int
-    name: str  # of the tensor
-    view: memoryview
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.view)
-
-    @property
-    def address(self) -> int:
-        return address_of(self.view)
-
-
-def address_of(view: memoryview) -> int:
-    return addressof(c_char.from_buffer(view))
-
-
-def of_pages(one: Range) -> bool:
-    """Whether a disk can write it where it belongs: whole pages of a file into whole pages of memory."""
-    return not (one.start % PAGE or len(one.view) % PAGE or one.address % PAGE)
-
-
-def runs(ranges: Iterable[Range], cut: int) -> list[list[Range]]:
-    """Ranges in the order of the files, cut to so many bytes, and joined to runs without gaps of at most that."""
-    found: list[list[Range]] = []
-    room = 0
-    for whole in sorted(ranges, key=lambda one: (str(one.path), one.start)):
-        for at in range(0, len(whole.view), cut):
-            part = Range(whole.path, whole.start + at, whole.name, whole.view[at : at + cut])
-            last = found[-1] if found else []
-            follows = bool(last) and (last[-1].path, last[-1].stop) == (part.path, part.start)
-            if follows and len(part.view) <= room and len(last) < BUFFERS:
-                last.append(part)
-            else:
-                found.append([part])
-                room = cut
-            room -= len(part.view)
-    return found
 
 
 class Batch:
@@ -167,31 +121,35 @@ class ExpertReader:
 
     def compile(self) -> None:
         """Have what reads compiled now, where nobody sees to a CPU's kernels."""
-        none, two = np.zeros((0, 2), np.int64), np.zeros(2, np.int64)
+        none, two = np.zeros(0, np.int64), np.zeros(2, np.int64)
         if NOWAIT and (read := compiled("read_kept")) is not None:
-            read(none, none, NOWAIT)
+            read(two, np.zeros((0, 0, 2), np.int64), none, none, none, none, NOWAIT)
+        if (look := compiled("are_numbers")) is not None:
+            look(none, none, none, none, none)
         if (read := compiled("read_runs")) is not None:
-            read(two[:1], np.zeros((0, 6), np.int64), none, 0, PAGE, time.CLOCK_MONOTONIC, two)
+            places = np.zeros((0, 2), np.int64)
+            read(two[:1], np.zeros((0, 6), np.int64), places, 0, PAGE, time.CLOCK_MONOTONIC, two)
 
-    def take(self, paths: Sequence[Path], starts: Integers, places: Integers) -> NDArray[np.bool_]:
-        """Fill what the system has in its memory: which of the places [R] are filled now.
+    def take(self, where: Where, experts: Sequence[int], slots: Sequence[int], memory: Integers) -> NDArray[np.bool_]:
+        """Fill slots with what the system has in its memory of experts: which parts [R, P] are filled now.
 
-        starts [R, 2]: the number of a path, and where to start there   places [R, 2]: address and size
+        memory [P]: the addresses of the first slot's parts
         """
-        wait(self.jobs)  # somebody may have been interrupted: what he had begun still writes
+        if self.jobs:  # somebody may have been interrupted: what he had begun still writes
+            wait(self.jobs)
+            self.jobs = []
         begun, read = now(), compiled("read_kept")
-        with self._opened(set(paths)) as opened:
+        with self._opened(where.paths) as opened:
             if not (NOWAIT and read and opened and self.files.buffered):
-                return np.zeros(len(places), np.bool_)
-            files = starts.copy()
-            files[:, 0] = np.array([opened[path] for path in paths])[starts[:, 0]]
-            filled: NDArray[np.bool_] = read(files, places, NOWAIT)
+                return np.zeros((len(experts), len(where.sizes)), np.bool_)
+            files, *lists = (np.array(list(numbers), np.int64) for numbers in (opened.values(), experts, slots))
+            filled: NDArray[np.bool_] = read(files, where.starts, *lists, memory, where.sizes, NOWAIT)
             self.unchecked |= opened.keys()
-        if filled.all():
-            self._check()
+            if filled.all():
+                self._check()
         seconds = (now() - begun) / BILLION
         self.seconds, self.waited = self.seconds + seconds, self.waited + seconds
-        self.bytes, self.calls = self.bytes + int(places[filled, 1].sum()), self.calls + int(filled.sum())
+        self.bytes, self.calls = self.bytes + int((filled @ where.sizes).sum()), self.calls + int(filled.sum())
         return filled
 
     def start(self, ranges: Iterable[Range]) -> None:
@@ -244,7 +202,7 @@ class ExpertReader:
         self.files.close()
 
     @contextmanager
-    def _opened(self, paths: set[Path]) -> Generator[dict[Path, int]]:
+    def _opened(self, paths: Collection[Path]) -> Generator[dict[Path, int]]:
         """Descriptors that stay open for the whole of a batch; where they are too many, Python opens one at a time."""
         with ExitStack() as held:
             few = len(paths) <= self.files.most

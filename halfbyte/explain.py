@@ -84,9 +84,9 @@ def explain(
     """One step of a token for every slot of the cache, as decoding.py replays it; `each` keeps equal calls apart.
 
     The device reads `bandwidth` bytes a second and does so many `flops`, where those may bound it. The cache needs ROOM
-    behind the texts that it holds.
+    behind the texts that it holds. Requests that a CPU would compute in parts beside each other are computed together.
     """
-    step = DecodeStep(model, cache, cache.slots, fused=fused)
+    step = DecodeStep(model, cache, cache.slots, fused=fused, parts=1)
     step.bind(range(cache.slots), [(1 + slot) % model.vocabulary for slot in range(cache.slots)])
     step.launch()
     costs = Costs(step.calls)

@@ -8,7 +8,7 @@ no step waits for the host. A request that a token ends after all has taken one 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +17,11 @@ from torch import Tensor
 from .cache import Cache, bytes_of, step_sizes
 from .decoding import DecodeStep, Drawn
 from .models.decoder import Decoder
+from .replaying import small
 from .request import Made, Request, replayable
 from .sampling import Sampler
 
+FEW = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # requests in a step of a small model, filled up in between
 SAVED = 1 << 28  # bytes of recurrent states that are kept to go back to: beyond, no step is launched ahead
 
 
@@ -55,9 +57,9 @@ class Flight(NamedTuple):
         return self.step.ids[: len(self.requests)]
 
     def made(self) -> list[Made]:
-        rows: Any = self.drawn.ids.new_empty(len(self.requests), 0) if self.logits is None else self.logits
-        made = zip(self.requests, self.drawn.tolist(), rows, strict=False)  # ids may be followed by padding
-        return [Made(*one) for one in made if one[0].finish_reason is None]
+        rows: Any = repeat(self.drawn.ids.new_empty(0)) if self.logits is None else self.logits
+        made = map(Made, self.requests, self.drawn.tolist(), rows)  # ids may be followed by padding
+        return [one for one in made if one.request.finish_reason is None]
 
 
 class Flights:
@@ -66,9 +68,10 @@ class Flights:
     What a slot holds, by the cache's lengths, does not count the token that is under way.
     """
 
-    def __init__(self, model: Decoder, cache: Cache, sampler: Sampler) -> None:
-        self.model, self.cache, self.sampler = model, cache, sampler
-        self.sizes = step_sizes(cache.slots, model.device)
+    def __init__(self, model: Decoder, cache: Cache, sampler: Sampler, free: list[int]) -> None:
+        self.model, self.cache, self.sampler, self.free = model, cache, sampler, free
+        sizes = step_sizes(cache.slots, model.device)
+        self.sizes = [size for size in sizes if size in (*FEW, cache.slots)] if small(model) else sizes
         self.state_bytes = bytes_of(cache.kept, 1, 0, 1, cache.dtype)  # recurrent, of a slot
         self.saved = Saved(cache)
         self.under_way: Flight | None = None
@@ -80,13 +83,21 @@ class Flights:
 
     def pays(self, requests: list[Request]) -> bool:
         """Whether to replay the next step, of these."""
-        return DecodeStep.pays(self.model, self.cache, *self._size(requests))
+        size, filtered = self._size(requests)
+        return size in self.sizes and DecodeStep.pays(self.model, self.cache, size, filtered)
+
+    def go_on(self, requests: list[Request]) -> bool:
+        """Whether the last step was of these, and nobody has taken its tape or a slot that it fills up since."""
+        if self.last is None or self.last.requests != requests or not self.last.step.bound:
+            return False
+        return all(slot in self.free for slot in self.last.step.lent)
 
     def launch(self, requests: list[Request]) -> None:
         """Have a token of each request under way, after those that were read."""
         step = self._step(requests)
         if not step.bound:
-            step.bind(slots_of(requests), [request.made[-1] for request in requests], self.sampler)
+            newest = [request.made[-1] for request in requests]
+            step.bind(slots_of(requests), newest, self.sampler, free=self.free)
         self._launch(step, requests, ahead=False)
 
     def land(self) -> Flight | None:
@@ -114,7 +125,8 @@ class Flights:
         if not step.recorded:  # who waits for a token would wait until it is
             return
         if not step.bound:
-            step.bind(slots_of(requests), places, self.sampler, torch.cat([one.ids for one in arriving]))
+            drawn = torch.cat([one.ids for one in arriving])
+            step.bind(slots_of(requests), places, self.sampler, drawn, self.free)
         self.saved.save(slots_of(keeping))
         self._launch(step, requests, ahead=True)
 
@@ -127,7 +139,7 @@ class Flights:
 
     def _step(self, requests: list[Request]) -> DecodeStep:
         """The last one, where it goes on with these; else one that is to be bound."""
-        if self.last is not None and self.last.requests == requests and self.last.step.bound:
+        if self.last is not None and self.go_on(requests):
             return self.last.step
         size, filtered = self._size(requests)
         return DecodeStep(self.model, self.cache, size, filtered=filtered)
@@ -135,16 +147,15 @@ class Flights:
     def _size(self, requests: list[Request]) -> tuple[int, bool]:
         """Rows of a step that has room for these, and whether some of them draw by top-k, top-p or min-p."""
         filtered = any(one.params.temperature > 0 and one.params.filtered for one in requests)
-        return next(size for size in self.sizes if size >= len(requests)), filtered
+        size = next(size for size in self.sizes if size >= len(requests))
+        fits = size - len(requests) <= len(self.cache.padding) + len(self.free)
+        return size if fits else len(requests), filtered
 
     def _launch(self, step: DecodeStep, requests: list[Request], ahead: bool) -> None:
-        drawn = step.launch()
-        assert step.logits is not None
+        drawn = step.launch(counts=False)  # its tokens count when it lands
         wanted = any(request.wants_logits for request in requests)
         logits = step.logits[: len(requests)].clone() if wanted else None
         self.last = self.under_way = Flight(list(requests), step, drawn, logits, ahead)
-        for slot in step.rows:
-            self.cache.lengths[slot] -= 1  # counted when it lands
 
 
 class Saved:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self.inside or not isinstance(result, Tensor | tuple | list):
             return result
-        if torch.Tag.dynamic_output_shape in func.tags:
+        if torch.Tag.dynamic_output_shape in func.tags and not by_numbers(func, args):
             raise ValueError(f"a step that calls {func} cannot be recorded: the shape of its result depends on values")
         name = func.overloadpacket.__name__
         if func._schema.is_mutable:
@@ -120,6 +121,12 @@ class Recorder(TorchDispatchMode):
     def _note(self, made: Call, given: Any) -> None:
         self.made |= made.writes - addresses(given)
         self.calls.append(made)
+
+
+def by_numbers(func: Any, args: Any) -> bool:
+    """Whether this picks rows by their numbers: then the shape does not depend on values, as it does with masks."""
+    masks = torch.bool, torch.uint8
+    return func is torch.ops.aten.index.Tensor and not any(t is not None and t.dtype in masks for t in args[1])
 
 
 def out_form(func: Any) -> Any:
@@ -195,3 +202,13 @@ def bound(calls: Sequence[Call], device: torch.device, pool: Any = None) -> Call
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run_all(calls)
     return graph.replay
+
+
+def bound_beside(parts: Sequence[Sequence[Call]], device: torch.device) -> Callable[[], None] | None:
+    """What replays, on a CPU, calls of which no part has to do with another, a thread each; None where it cannot."""
+    bind = find(LANGUAGE_OF.get(device.type, "torch"), "binding", "bind_beside")
+    return None if bind is None else bind(parts)
+
+
+def cut(calls: Sequence[Call], cuts: Sequence[int]) -> list[Sequence[Call]]:
+    return [calls[start:end] for start, end in pairwise((0, *cuts, len(calls)))]

@@ -31,6 +31,10 @@ class Piece:
     error: str | None = None
     theirs: bool = False  # the error is what was asked for, not how it was answered
 
+    @property
+    def last(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
 
 @dataclass(eq=False)
 class Job:

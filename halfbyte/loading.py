@@ -14,7 +14,9 @@ from . import checkpoint as checkpoints
 from . import hub, memory
 from .cache import bytes_of
 from .chat import Tokenizer
+from .checkpoint.finite import Check
 from .checkpoint.ledger import Ledger
+from .checkpoint.mapping import Guard
 from .checkpoint.weights import Load
 from .config import Config
 from .device_experts import BUFFERS, DeviceResidency
@@ -46,6 +48,7 @@ def load_model(
     expert_cache: int | None = None,
     expert_policy: str = "lfu",
     top_k_experts: int | None = None,
+    check: Check = "sampled",
 ) -> Decoder:
     """The model of an MLX checkpoint's folder. dtype is that of its activations; weights stay as they are stored.
 
@@ -53,6 +56,7 @@ def load_model(
     `expert_cache`: experts stay on disk, and so many bytes of them in host memory (CPU, CUDA); results are the same.
     `allowed` says more of what it may take; without a word, experts stay on disk where memory has no room for all.
     `top_k_experts`: fewer experts a token than the model was made for. That is another, worse model.
+    `check`: what is looked through for NaN and infinities: "sampled" is a few experts and all else, or "all", "none".
     """
     target = pick_device(device)
     checkpoint = checkpoints.open(path, set(MODELS))
@@ -81,11 +85,12 @@ def load_model(
         elif allowed.expert_cache is not None and skeleton.ledger.mixtures:
             raise UsageError(f"an expert cache is for CPU and CUDA: on {target}, all experts are in its memory")
     lenders = None if residency is None else residency.lenders
-    model = build(checkpoint.config, skeleton.load(target, load=load, progress=progress, lenders=lenders))
+    model = build(checkpoint.config, skeleton.load(target, load=load, check=check, progress=progress, lenders=lenders))
     model.residency = residency
+    model.guard = Guard(checkpoint.states) if load == "map" else None
     if residency is not None:
         residency.foresee(model.layers)
-    model.dtype, model.fingerprint = pick_dtype(dtype, target), fingerprint
+    model.dtype, model.fingerprint, model.nbytes = pick_dtype(dtype, target), fingerprint, skeleton.size
     return model
 
 
@@ -157,6 +162,7 @@ def load(
     expert_cache: int | None = None,
     expert_policy: str = "lfu",
     top_k_experts: int | None = None,
+    check: Check = "sampled",
 ) -> tuple[Decoder, Tokenizer]:
     """The model and the tokenizer of a folder, or of a repository of the hub such as mlx-community/...
 
@@ -166,7 +172,7 @@ def load(
     folder = hub.locate(path_or_repo, revision=revision, offline=offline, progress=fetching)
     model = load_model(
         folder, device, dtype, load=load, progress=progress, allowed=allowed, expert_cache=expert_cache,
-        expert_policy=expert_policy, top_k_experts=top_k_experts,
+        expert_policy=expert_policy, top_k_experts=top_k_experts, check=check,
     )  # fmt: skip
     return model, Tokenizer.open(folder, model.vocabulary)
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from .cache import Cache, Snapshot, bytes_of
 
 WORTH = 64  # tokens: a beginning shorter than this is computed again faster than it is managed
-STRIDE = 128  # tokens between two saved states of a prompt, at least
+STRIDE = 128  # tokens between two saved states of a prompt, at least; half of it for one alone, where there is room
+ROOM = 1024  # states
 
 Rows = list[dict[str, Tensor]]  # of each layer, by name
 
@@ -65,7 +66,9 @@ class Prefixes:
         self.order: OrderedDict[Node, bytes] = OrderedDict()  # to its owner; a parent was never used before its child
         self.cut_anywhere = all(not one.fixed and one.window is None for one in cache.kept)
         state, row = self._sizes()
-        self.stride = min(cache.chunk, max(STRIDE, 1 << (state // max(row, 1)).bit_length() - 1 if state >= row else 0))
+        usual = max(STRIDE, 1 << max((state // max(row, 1)).bit_length() - 1, 0))  # takes as much memory as the rows
+        self.stride = cache.chunk if self.cut_anywhere else min(cache.chunk, usual)
+        self.fine = min(self.stride, STRIDE // 2) if 0 < state <= budget // ROOM else self.stride
 
     def _sizes(self) -> tuple[int, int]:
         """Bytes of a saved state, and of what is kept of one token."""

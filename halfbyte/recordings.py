@@ -1,26 +1,35 @@
-"""Steps recorded before anybody needs them: on a GPU each takes a second or two, which a request would wait for."""
+"""Steps recorded before anybody needs them: on a GPU each takes a second or two, which a request would wait for.
+
+On a CPU those of answers take little, and come soon enough by themselves; pieces of a small model's prompts do not.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 
 from .decoding import DecodeStep
 from .engine import Engine
 from .prefilling import graphs, prefill
-from .replaying import captures
 
 log = logging.getLogger(__name__)
 RUNS = 2  # of a step until it is captured: as it is written, then fused
 
 
 class Recordings:
-    """The steps that are left to record, for whoever has time: none where recording takes none."""
+    """The steps that are left to record, for whoever has time."""
 
     def __init__(self, engine: Engine) -> None:
-        slow = engine.replays and captures(engine.model.device)
-        self._turns = recordings(engine) if slow else iter(())
+        self._slow = engine.ahead
+        self._turns = recordings(engine) if engine.replays else iter(())
         self.left = next(self._turns, 0)
+
+    def brief(self) -> Iterator[None]:
+        """Record at once what takes a twentieth of a second each: less than requests would wait without."""
+        while self.left and not self._slow:
+            self.record()
+            yield
 
     def record(self) -> None:
         """One of them."""
@@ -36,18 +45,12 @@ def recordings(engine: Engine) -> Iterator[int]:
 
     Between two turns the engine may run; during one nothing may, since slots are written.
     """
-    decodes = [(size, filtered) for size in engine.flights.sizes for filtered in (False, True)]
-    prompts = graphs(engine.cache)
-    left = len(decodes) + len(prompts)
-    for number, (size, filtered) in enumerate(decodes):
-        yield left
-        _decode(engine, size, filtered)
-        left -= 1
-        if number == 0:
-            for tokens, pieces in prompts:
-                yield left
-                _prompt(engine, tokens, pieces)
-                left -= 1
+    sizes = engine.flights.sizes if engine.ahead else []
+    works = [partial(_decode, engine, size, filtered) for size in sizes for filtered in (False, True)]
+    works[1:1] = [partial(_prompt, engine, *graph) for graph in graphs(engine.model, engine.cache)]
+    for done, work in enumerate(works):
+        yield len(works) - done
+        work()
 
 
 def _decode(engine: Engine, size: int, filtered: bool) -> None:

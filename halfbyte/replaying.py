@@ -17,11 +17,12 @@ import torch
 from .cache import Cache
 from .check import tensors
 from .fusion import fuse
-from .graph import Call, bound, run_all
+from .graph import Call, bound, bound_beside, cut, run_all
 from .models.decoder import Decoder
+from .ops.dispatch import LANGUAGE_OF, find
 
 log = logging.getLogger(__name__)
-MOST = 8  # recorded steps of a model on a cache, on a CPU
+MOST = 8  # recorded steps of a kind, of a model on a cache, on a CPU
 T = TypeVar("T")
 _shelves: WeakKeyDictionary[Cache, WeakKeyDictionary[Decoder, Shelf]] = WeakKeyDictionary()
 _moves: WeakKeyDictionary[Decoder, int] = WeakKeyDictionary()
@@ -43,9 +44,17 @@ class Shelf:
     def get(self, key: Any, make: Callable[[], T]) -> T:
         kept: T = self.kept.pop(key) if key in self.kept else make()
         self.kept[key] = kept
-        if self.most is not None and len(self.kept) > self.most:
-            del self.kept[next(iter(self.kept))]
+        alike = [one for one in self.kept if one[0] == key[0]]
+        if self.most is not None and len(alike) > self.most:
+            del self.kept[alike[0]]
         return kept
+
+    def worth(self, key: Any, times: int) -> bool:
+        """Whether to replay a step, asked before each: it was recorded, or comes for so many times that it is now."""
+        if key in self.kept:
+            return True
+        self.unrecorded[key] = (self.unrecorded[key] + 1) % times
+        return self.unrecorded[key] == 0
 
 
 def shelf(model: Decoder, cache: Cache) -> Shelf:
@@ -61,6 +70,13 @@ def captures(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def small(model: Decoder) -> bool:
+    """Whether steps are bound for a few sizes, and filled up to them: on a CPU, where a model is small enough for that
+    to cost less than Python around a step as it is written."""
+    fits = find(LANGUAGE_OF.get(model.device.type, "torch"), "binding", "fits")
+    return fits is not None and model.nbytes is not None and model.residency is None and bool(fits(model.nbytes))
+
+
 def moves(model: Decoder) -> int:
     """How often weights of a model came to lie elsewhere."""
     return _moves.get(model, 0)
@@ -72,6 +88,8 @@ class Replay:
 
     def __init__(self, binds: bool = False) -> None:
         self.binds = binds  # on a CPU, where nothing is captured
+        self.cuts: Sequence[int] = ()  # from each of these on, calls have nothing to do with those before
+        self.in_turn = False  # such parts could not be run beside each other
         self._graph: Callable[[], None] | None = None
         self._moves, self._alone = -1, False
 
@@ -88,7 +106,9 @@ class Replay:
         if not self.pending(model):
             return
         try:
-            self._graph = bound(calls, model.device, pool)  # the old one goes afterwards: so its pool stays
+            beside = bound_beside(cut(calls, self.cuts), model.device) if self.cuts else None
+            self.in_turn = bool(self.cuts) and beside is None
+            self._graph = beside or bound(calls, model.device, pool)  # the old one goes afterwards: so its pool stays
             self._moves = moves(model)
         except (torch.OutOfMemoryError, MemoryError):
             self._graph, self._alone = None, True

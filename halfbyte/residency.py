@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from . import memory
+from .checkpoint import finite
 from .checkpoint.ledger import Ledger, Mixture
 from .checkpoint.reading import read
 from .checkpoint.shards import State
@@ -80,6 +81,7 @@ class Residency:
         own = {span.name for mixture in mixtures for span in parts_of(mixture).values()}
         of_stacks = [span for mixture in mixtures for spans in mixture.parts for span in spans.values()]
         common = read(files, [span for span in of_stacks if span.name not in own], CPU)
+        finite.check(ledger.checkpoint.folder, common, set(), ledger.modes, "all")
         shelf_of = {layer: shelf for shelf in self.shelves for layer in shelf.share.layers}
         self.ahead, self.foresees = Ahead(self.reader), POLICIES[policy].foresees
         self.lenders = {

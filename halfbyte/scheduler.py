@@ -116,14 +116,18 @@ class Scheduler:
     def _run(self) -> None:
         try:
             share_threads()
+            for _ in self.recordings.brief():
+                self.beat = time.monotonic()
             while not self.closing:
                 with self.changed:
-                    self.idle = not (self.jobs or self.waiting)
-                    if self.idle and not self.recordings.left and not self.closing:
+                    nothing = not (self.jobs or self.waiting)
+                    if nothing and not self.recordings.left and not self.closing:
+                        self.idle = True
                         self.changed.wait()
-                        self.idle = False
-                    self.beat = time.monotonic()
-                if self.idle:
+                        nothing = False
+                    self.beat = time.monotonic()  # before it is said that somebody works
+                    self.idle = False
+                if nothing:
                     self.recordings.record()
                     continue
                 self._drop_cancelled()
@@ -168,7 +172,7 @@ class Scheduler:
         computed, total = job.request.computed, len(job.request.prompt)
         places = {computed + self.piece}
         if self.prefixes.budget:
-            stride = self.prefixes.stride
+            stride = self.prefixes.fine if len(self.jobs) == 1 else self.prefixes.stride
             places |= {place for place in (job.fork, job.stable) if place >= max(WORTH, computed + 1)}
             places.add((computed // stride + 1) * stride)
         job.request.pause = min(total, *places)
@@ -191,19 +195,21 @@ class Scheduler:
 
     def _step(self) -> None:
         self._order()
-        before = {request: request.computed for request in self.jobs}
+        reading = [(one, one.computed) for one in self.jobs if one.computed < len(one.prompt)]
         try:
             made = self.engine.step()
         except Exception as error:
             self._recover(error)
             return
         self.failures = 0
-        for request, computed in before.items():
-            if computed < request.computed < len(request.prompt):
+        for request, computed in reading:
+            if computed < request.computed and (self.prefixes.cut_anywhere or request.computed < len(request.prompt)):
                 self._save(self.jobs[request], request.prompt[: request.computed])
-        pieces = [(self.jobs[one.request], self._piece(self.jobs[one.request], one)) for one in made]
+        now = time.monotonic()
+        self.counts["generation_tokens"] += len(made)
+        pieces = [(job := self.jobs[one.request], self._piece(job, one, now)) for one in made]
         for job, piece in pieces:
-            if piece.finish_reason is not None or piece.error is not None:
+            if piece.last:
                 self._leave(job, piece)
         if pieces:
             self.deliver(pieces)
@@ -229,13 +235,11 @@ class Scheduler:
             self._save(job, [*request.prompt, *request.made[:-1]])
         del self.jobs[request]
 
-    def _piece(self, job: Job, made: Made) -> Piece:
+    def _piece(self, job: Job, made: Made, now: float) -> Piece:
         """What a token adds to a reply. What fails here fails for this job alone."""
-        now = time.monotonic()
         (self.between_tokens if job.last else self.first_token).observe(now - (job.last or job.begun))
         job.last = now
         job.made += 1
-        self.counts["generation_tokens"] += 1
         try:
             return self._decoded(job, made)
         except GrammarError as error:

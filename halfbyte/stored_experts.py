@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import memory
+from .checkpoint import finite
 from .checkpoint.ledger import Mixture
 from .checkpoint.spans import Span
 from .errors import CheckpointError, StorageError
 from .expert_cache import POLICIES, ExpertCache, Key, Round, busy_last
-from .expert_reader import ExpertReader, Integers, Range, address_of
+from .expert_ranges import Integers, Range, Where, address_of
+from .expert_reader import ExpertReader, compiled
 from .expert_shares import Form, Part, Share, parts_of
 from .ops.experts import Experts, Lender, Loan, Projection
 from .ops.formats import Packed
@@ -31,14 +31,6 @@ from .ops.formats import Packed
 CPU = torch.device("cpu")
 
 Load = tuple[Key, int]  # an expert, and the slot that it is read into
-
-
-class Where(NamedTuple):
-    """Where the parts [P] of a layer's experts [E] lie."""
-
-    paths: list[Path]
-    starts: Integers  # [E, P, 2]: the number of a path, and where a part starts there
-    sizes: Integers  # [P]
 
 
 def in_memory(count: int) -> Tensor:
@@ -115,9 +107,10 @@ class StoredExperts(Lender):
         self.layer, self.parts, self.shelf, self.ahead = layer, parts_of(mixture), shelf, ahead
         self.following: StoredExperts | None = None  # the next layer's
         self.likely: list[int] = []  # what that one will probably choose, the likeliest first
+        self.checked: set[int] = set()  # experts that were seen to hold numbers: their files stay as they are
         gate = mixture.form.gate.shape
         self.shape = (gate[0], gate[1], gate[2])
-        forms = (mixture.form.gate, mixture.form.up, mixture.form.down)
+        self.forms = forms = (mixture.form.gate, mixture.form.up, mixture.form.down)
         held: list[dict[str, Tensor]] = []
         for at, spans in enumerate(mixture.parts):
             tensors, names = shelf.tensors, {name: span.name for name, span in spans.items()}
@@ -127,7 +120,7 @@ class StoredExperts(Lender):
     def lend(self, ids: Tensor) -> Generator[Loan]:
         """First what is here, computed while the rest is read. Whatever goes wrong, nothing half read stays known."""
         cache, flat = self.shelf.cache, ids.reshape(-1).numpy()
-        chosen: list[int] = np.unique(flat).tolist()
+        chosen = sorted(set(flat.tolist()))
         self.ahead.settle()
         try:
             rounds = cache.rounds(self.layer, chosen)
@@ -153,14 +146,12 @@ class StoredExperts(Lender):
 
     def _taken(self, loads: list[Load]) -> list[Range]:
         """Fill slots with what the system has in its memory of their experts; what is left of these."""
-        where, slots = self.where, np.array([slot for _, slot in loads], np.int64)
-        experts = [expert for (_, expert), _ in loads]
-        addresses = self.shelf.addresses + slots[:, None] * where.sizes
-        places = np.stack([addresses, np.broadcast_to(where.sizes, addresses.shape)], -1)
-        filled = self.ahead.reader.take(where.paths, where.starts[experts].reshape(-1, 2), places.reshape(-1, 2))
+        experts, slots = [expert for (_, expert), _ in loads], [slot for _, slot in loads]
+        filled = self.ahead.reader.take(self.where, experts, slots, self.shelf.addresses)
         if filled.all():
             return []
-        return [one for one, is_filled in zip(self.ranges(loads), filled.tolist(), strict=True) if not is_filled]
+        left = ~filled.reshape(-1)
+        return [one for one, is_left in zip(self.ranges(loads), left.tolist(), strict=True) if is_left]
 
     @cached_property
     def where(self) -> Where:
@@ -184,11 +175,41 @@ class StoredExperts(Lender):
                 found.append(Range(stored.path, start, stored.name, self.shelf.slot(part, slot)))
         return found
 
+    def _require_numbers(self, table: Mapping[int, int]) -> None:
+        """What a loader asks of all weights, of experts (to their slots) that were read for the first time."""
+        if not (new := table.keys() - self.checked):
+            return
+        slots, look = np.array([table[expert] for expert in new], np.int64), compiled("are_numbers")
+        if look is None or not look(slots, *self.looked_at):
+            for expert in sorted(new):
+                for part, tensor in self.shelf.tensors.items():
+                    stored = self.parts[part].entry(expert).stored
+                    finite.require_numbers(stored.path, stored.name, tensor[table[expert]], self._mode(part))
+        self.checked |= new
+
+    def _mode(self, part: Part) -> str | None:
+        """Of scales that are codes."""
+        form = self.forms[part[0]]
+        return form.mode if isinstance(form, Packed) and self.shelf.tensors[part].dtype == torch.uint8 else None
+
+    @cached_property
+    def looked_at(self) -> tuple[Integers, ...]:
+        """Of each part that may hold what is no number: the first slot's address, bytes of a slot's and of a value, and
+        the bits that mark it."""
+        rows = [
+            (address, size, tensor.itemsize, mask)
+            for (part, tensor), address, size in zip(
+                self.shelf.tensors.items(), self.shelf.addresses, self.where.sizes, strict=True
+            )
+            if (mask := finite.mask_of(tensor.dtype, self._mode(part))) is not None
+        ]
+        return tuple(np.array(rows, np.int64).reshape(-1, 4).T.copy())
+
     def _loan(self, ids: Tensor, flat: NDArray[np.int64], keys: list[Key], chosen: int) -> Loan:
-        table = np.full(self.shape[0], -1, np.int64)
-        for key in keys:
-            table[key[1]] = self.shelf.cache.places[key]
-        slots = table[flat]
+        places = self.shelf.cache.places
+        table = {key[1]: places[key] for key in keys}
+        self._require_numbers(table)
+        slots = np.array([table.get(expert, -1) for expert in flat.tolist()], np.int64)
         if len(keys) == chosen:
             return Loan(self.slots, torch.from_numpy(slots).view(ids.shape))
         pairs = np.flatnonzero(slots >= 0)

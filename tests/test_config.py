@@ -3,11 +3,16 @@
 import json
 import logging
 import math
+import re
+import shutil
 from pathlib import Path
 
 import pytest
+from model_goldens import FOLDER
+from tiny_models import TINY
 
-from halfbyte import config, limits
+from halfbyte import config, limits, models
+from halfbyte.accounting import skeleton
 from halfbyte.errors import CheckpointError
 
 SUPPORTED = ("toy", "other")
@@ -190,6 +195,39 @@ def test_must_be_passes():
     found.must_be("one", 1.0)
     found.must_be("absent", False)
     found.must_be("absent", False, default=False)
+
+
+NOT_IMPLEMENTED = [
+    ("qwen3", "hidden_act", "gelu"), ("qwen3", "use_sliding_window", True),
+    ("qwen3", "layer_types", ["full_attention", "sliding_attention"]),
+    ("qwen3_moe", "use_sliding_window", True), ("qwen3_moe", "layer_types", ["sliding_attention"] * 3),
+    ("qwen3_5", "hidden_act", "gelu"), ("qwen3_5", "attn_output_gate", False),
+    ("qwen3_5_moe", "attn_output_gate", False), ("qwen3_next", "attn_output_gate", False),
+    ("gemma4_moe", "hidden_activation", "silu"), ("gemma4_moe", "attention_bias", True),
+    ("gemma4_e", "use_bidirectional_attention", "all"),
+    ("deepseek_v3", "hidden_act", "gelu"), ("deepseek_v3", "topk_method", "greedy"),
+    ("deepseek_v3", "scoring_func", "softmax"), ("deepseek_v3", "rope_interleave", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "key", "value"), NOT_IMPLEMENTED)
+def test_what_no_model_implements_is_refused_by_name(family, key, value):
+    found = config.from_dict({**TINY[family], "sliding_window": 7, key: value}, Path("config.json"))
+    with pytest.raises(CheckpointError, match=rf"^config\.json: {key}: only .+ is implemented, it is "):
+        models.MODELS[found.model_type](found, None)  # before it asks for a weight
+
+
+def test_every_such_refusal_is_tested():
+    sources = "".join(path.read_text(encoding="utf-8") for path in Path(models.__file__).parent.glob("*.py"))
+    assert set(re.findall(r'must_be\(\s*"(\w+)"', sources)) <= {key for _, key, _ in NOT_IMPLEMENTED}
+
+
+def test_full_attention_may_be_said_of_every_layer(tmp_path):
+    folder = Path(shutil.copytree(FOLDER / "qwen3_moe-4bit", tmp_path / "model"))
+    values = json.loads((folder / "config.json").read_text())
+    kinds = {"layer_types": ["full_attention"] * values["num_hidden_layers"], "sliding_window": 7}
+    (folder / "config.json").write_text(json.dumps({**values, **kinds}))
+    assert skeleton(folder)[2] == skeleton(FOLDER / "qwen3_moe-4bit")[2]
 
 
 def test_unread_keys_are_logged_once(caplog):

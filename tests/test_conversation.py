@@ -144,7 +144,7 @@ def test_an_interrupt_in_the_middle_of_a_step(loaded, monkeypatch, turn, calls, 
 
     The fourth step is computed as it is written, the twelfth replayed.
     """
-    monkeypatch.setattr(decoding, "WORTH", 0 if calls == 12 else 3)
+    monkeypatch.setattr(decoding, "OFTEN", 1 if calls == 12 else 4)
     conversation = start(loaded)
     if turn:
         said(conversation, QUESTIONS[0])

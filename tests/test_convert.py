@@ -597,6 +597,8 @@ def test_a_source_that_cannot_be_converted(change, options, said, source, tmp_pa
     [
         ({"quantize": True, "dequantize": True}, "quantize and dequantize exclude each other"),
         ({"q_bits": 4}, "q_bits counts only with quantize"),
+        ({"q_mode": "mxfp4"}, "q_mode counts only with quantize"),
+        ({"q_mode": "affine", "dequantize": True}, "q_mode counts only with quantize"),
         ({"quant_predicate": "mixed_2_6"}, "quant_predicate counts only with quantize"),
         ({"quantize": True, "q_bits": 7}, "bits"),
         ({"quantize": True, "q_group_size": 16}, "group"),

@@ -66,6 +66,15 @@ def test_half_a_character_is_never_given(make, text):
     assert not any("\ufffd" in delta for delta in deltas)
 
 
+def test_a_token_that_came_before_ends_half_a_character():
+    """Its text is known by then, but the half of a character must be given with it."""
+    tokenizer = byte_level()
+    plain, half = tokenizer.encode("a").ids, tokenizer.encode("🙂").ids[:1]
+    ids = plain + half + plain + plain
+    deltas, _ = stream(tokenizer, ids)
+    assert "".join(deltas) == tokenizer.decode(ids) == "a\ufffdaa"
+
+
 def test_a_replacement_character_of_the_text_itself_is_given_at_once():
     tokenizer = byte_level()
     ids = tokenizer.encode("\ufffd").ids

@@ -2,10 +2,11 @@
 
 import weakref
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
-from model_goldens import FOLDER
+from model_goldens import FOLDER, NAMES
 
 from halfbyte import conversation, generation, replaying
 from halfbyte.conversation import Conversation
@@ -127,13 +128,12 @@ def test_nothing_is_saved_for_who_keeps_nothing_and_no_logits_are_copied_for_who
 
 def test_a_second_engine_goes_on_with_what_the_first_has_recorded():
     model, seen = load_model(FOLDER / ROWS), []
-    cache = model.new_cache(1, 60, chunk=4)
+    cache = model.new_cache(1, 60, chunk=16)
     for _ in range(2):
         all_of(Engine(model, cache, replays=True, ahead=True), [Request([1, 2, 3, 4, 5], 6)])
         seen.append({key: getattr(one, "calls", one) for key, one in shelf(model, cache).kept.items()})
-    assert (
-        seen[0].keys() == seen[1].keys() == {("prefill", 4, 1, False), ("decode", 1, False, False, True, "f32", False)}
-    )
+    keys = {("prefill", 16, 1, "f32", False), ("decode", 1, False, False, True, 1, "f32", False)}
+    assert seen[0].keys() == seen[1].keys() == keys
     assert all(seen[0][key] is seen[1][key] for key in seen[0])
 
 
@@ -179,30 +179,34 @@ def test_recorded_steps_go_with_the_cache():
     assert gone() is None
 
 
-@pytest.mark.parametrize("name", [RECURRENT, ROWS, RINGS])
-def test_a_replayed_chunk_gives_the_bits_of_the_prompt(name):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bound_piece_gives_the_bits_of_the_prompt(name):
+    """Whatever fills it up, also where the cache grows between two of them."""
     model = load_model(FOLDER / name)
-    expected, cache = (model.new_cache(2, 30, chunk=4) for _ in range(2))
-    ids = [(7 * i) % 50 for i in range(23)]
+    expected, cache = (model.new_cache(2, 60, chunk=32) for _ in range(2))
+    ids, steps = [(7 * i) % 50 for i in range(60)], [5, 17, 3, 18, 2, 6, 4]
     for slot in (1, 0):
-        for start in range(0, len(ids), 4):
-            if (slot, start) == (0, 12):
+        for count, start in zip(steps, accumulate(steps, initial=0), strict=False):
+            if (slot, start) == (0, 25):
                 for one in (expected, cache):
                     one.reserve(200)
-            work = [(slot, ids[start : start + 4])]
+            work = [(slot, ids[start : start + count])]
             logits = model(expected.plan(work), expected)
             expected.advance(work)
             assert torch.equal(prefill(model, cache, work[0]), logits)
     same_state(cache, expected)
-    assert isinstance(shelf(model, cache).kept["prefill", 4, 1, False], Chunk)
+    pieces = shelf(model, cache).kept
+    assert {size for _, size, *_ in pieces} == {16, 32}
+    assert all(one.replay._graph is not None for one in pieces.values())
 
 
 @pytest.mark.parametrize("name", [RECURRENT, ROWS, RINGS])
-def test_a_piece_may_be_shorter_than_its_graph(name):
+@pytest.mark.parametrize("binds", [False, True])
+def test_a_piece_may_be_shorter_than_its_graph(name, binds):
     """What fills it up is seen by no token, and kept by no state."""
     model = load_model(FOLDER / name)
     expected, cache = (model.new_cache(2, 40, chunk=8) for _ in range(2))
-    chunk, ids = Chunk(model, cache, 8), [(7 * i) % 50 for i in range(40)]
+    chunk, ids = Chunk(model, cache, 8, binds=binds), [(7 * i) % 50 for i in range(40)]
     for slot in (1, 0):
         for count in (2, 8, 1, 5, 7, 8, 1):
             work = [(slot, ids[:count])]
@@ -272,7 +276,7 @@ def test_what_is_prepared_is_all_that_is_recorded(name):
     model = load_model(FOLDER / name)
 
     def answers(prepared):
-        cache = model.new_cache(5, 40, chunk=4, padding=2)
+        cache = model.new_cache(5, 40, chunk=16, padding=2)
         engine = Engine(model, cache, replays=prepared, ahead=prepared)
         if prepared:
             engine.flights.sizes = [1, 2, 5]
@@ -293,7 +297,7 @@ def test_two_prompts_share_a_piece():
     work = [(2, [5, 6, 7, 8, 9]), (0, [4, 3])]
     for cache in caches:
         prefill(model, cache, (0, [9, 8, 7]))
-    alone = torch.cat([prefill(model, caches[0], one) for one in work])
+    alone = torch.cat([prefill(model, caches[0], one).clone() for one in work])
     chunk = Chunk(model, caches[1], 8, 2)
     for _ in range(2):  # as written, then replayed
         for cache in caches[1:]:

@@ -4,8 +4,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from halfbyte import hub
+from halfbyte.cli import parser
+from halfbyte.commands.arguments import require_device
 from halfbyte.engine import Engine, Request
 from halfbyte.loading import load_model
 from halfbyte.ops.dispatch import is_deterministic, make_deterministic
@@ -28,6 +31,25 @@ def test_a_prompt_has_its_steps_to_itself(deterministic):
     steps = [engine.step() for _ in range(3)]
     assert [[made.request for made in step] for step in steps] == [[], [], [prompting]]
     assert {made.request for made in engine.step()} == {answering, prompting}
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])
+def test_it_is_asked_of_gpus_alone(command, monkeypatch):
+    """Elsewhere it would only keep a server from answering while it reads a prompt."""
+    given = parser([command]).parse_args([command, "--deterministic"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    require_device(given)
+    assert not is_deterministic()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    try:
+        require_device(given)
+        assert is_deterministic()
+        make_deterministic(False)
+        given.device = "cpu"
+        require_device(given)
+        assert not is_deterministic()
+    finally:
+        make_deterministic(False)
 
 
 def test_the_setting_needs_no_triton():

@@ -1,6 +1,7 @@
 """Budgets of memory: what goes in, what stays on disk, what is refused; and that a process keeps to them."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -236,6 +237,35 @@ def test_plan_says_what_lies_where(capsys):
     assert "reads 24 experts" in capsys.readouterr().out
     assert cli.main(["plan", "tiny", "--device", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["expert_cache_bytes"] is None
+
+
+@pytest.mark.parametrize("limit", [("--ram", "1MB"), ("--memory-limit", "1MB")])
+def test_plan_says_no_where_loading_would_refuse(capsys, limit):
+    """And names the same least; it is an answer all the same, so it exits 0."""
+    assert cli.main(["generate", "tiny", "-p", "x", "-n", "1", "--device", "cpu", *limit]) == 4
+    named = re.search(r"they need (.*?) with all .* --ram (\d+) or", capsys.readouterr().err)
+    assert cli.main(["plan", "tiny", "--device", "cpu", "--json", *limit]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["fits"] is False and said["available_bytes"] <= 1_000_000 and named[0] in said["even_so"]
+    assert cli.main(["plan", "tiny", "--device", "cpu", *limit]) == 0
+    text = capsys.readouterr().out
+    assert "it fits" not in text and "too little" in text and named[0] in text
+    assert cli.main(["plan", "tiny", "--device", "cpu", "--json", "--ram", named[2]]) == 0
+    assert "even_so" not in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("context", ["100", "8192"])
+def test_plan_says_it_fits_where_all_is_loaded(resident, capsys, context):
+    """By the least that has room for all; what is between that and the least of all leaves experts on disk."""
+    for off, fits in ((0, True), (-2_000_000, False)):
+        dense, experts, text = needs(resident)
+        given = ["--context", context, "--ram", str(dense + experts + text + 1_000_000 + off)]
+        assert cli.main(["plan", "tiny", "--device", "cpu", "--json", *given]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert (said["fits"], "experts_on_disk_bytes" in said) == (fits, not fits)
+        assert cli.main(["plan", "tiny", "--device", "cpu", *given]) == 0
+        shown = capsys.readouterr().out
+        assert ("it fits" in shown, "too little" in shown) == (fits, not fits)
 
 
 RUN = """

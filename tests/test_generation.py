@@ -294,6 +294,8 @@ class TestRow73:
             ({"ids": "[1, 2, 3]"}, "layer 3 needs k"),
             ({"ids": "[1, 2, 3, 99999]"}, "ids are damaged"),
             ({"ids": "{"}, "not a prompt cache"),
+            ({"ids": "[" * 100_000}, "not a prompt cache: its token ids: it nests deeper than 64. Delete it"),
+            ({"ids": f"[{'9' * 5000}]"}, "not a prompt cache: its token ids: an integer of 5000 digits"),
         ],
     )
     def test_metadata(self, saved, change, said):

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 SCRIPT = f"""
 import sys
@@ -36,8 +38,42 @@ print(len(noted), all(compiling.compiled(kernel.key) for kernel in noted))
 """
 
 
-def test_kernels_are_compiled_by_other_processes_and_found_afterwards(tmp_path):
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False)
+SAID = ["2 [(0, 2), (1, 2), (2, 2)]", "0 3", "rehearsed", "0", "0", "2 True"]
+MARKED = f"""
+import os, sys
+sys.path.insert(0, {str(TESTS.parent)!r})
+from halfbyte.kernels.triton import compiling
+
+print([compiling.prepare(lambda: None, None, "a model") for _ in range(2)], os.environ["TRITON_CACHE_DIR"])
+"""
+
+
+def run(script, cache):
+    """The lines that it prints, and those of its warnings."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["2 [(0, 2), (1, 2), (2, 2)]", "0 3", "rehearsed", "0", "0", "2 True"]
+    return done.stdout.splitlines(), done.stderr.splitlines()
+
+
+def test_kernels_are_compiled_by_other_processes_and_found_afterwards(tmp_path):
+    assert run(SCRIPT, tmp_path) == (SAID, [])
+
+
+def test_without_a_folder_to_keep_them_they_are_compiled_all_the_same(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    said, warnings = run(SCRIPT, tmp_path / "file" / "cache")
+    assert said == SAID and len(warnings) == 1
+
+
+@pytest.mark.parametrize("place", ["/proc/nope", "/dev/null", "", "open"])
+def test_a_folder_that_cannot_be_used_is_named_once(tmp_path, place):
+    """Row 70: one that cannot be written, and one that everybody can write code into."""
+    if place == "open":
+        place = tmp_path / "open"
+        place.mkdir()
+        place.chmod(0o777)
+    (said,), warnings = run(MARKED, place)
+    assert said.startswith("[0, 0] ") and "halfbyte-triton-" in said
+    assert len(warnings) == 1 and warnings[0].startswith(f"{place}: ") and "TRITON_CACHE_DIR" in warnings[0]
+    assert not Path(said.removeprefix("[0, 0] ")).exists(), "it is that process's"

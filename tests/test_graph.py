@@ -333,3 +333,14 @@ def test_what_nobody_reads_falls_out():
 def test_a_step_whose_shapes_depend_on_values_is_refused():
     with pytest.raises(ValueError, match="cannot be recorded"):
         record(lambda: torch.ones(3).nonzero())
+    rows = torch.rand(4, 2)
+    with pytest.raises(ValueError, match="cannot be recorded"):
+        record(lambda: rows[torch.tensor([True, False, True, True])])
+
+
+def test_rows_picked_by_number_are_recorded():
+    rows, places = torch.rand(4, 2), torch.tensor([3, 0, 3])
+    result, calls = record(lambda: rows[places] + rows[places.view(3, 1), 1])
+    places.copy_(torch.tensor([1, 1, 2]))
+    bound(calls, torch.device("cpu"))()
+    assert torch.equal(result, rows[places] + rows[places, 1].view(3, 1))

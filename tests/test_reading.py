@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import resource
+import shutil
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,13 @@ import pytest
 import torch
 from checkpoint_files import H, load, save, skeleton, tensors
 from safetensors.torch import save_file
+from streaming import TINY
 
 from halfbyte import bench_load, checkpoint, memory
 from halfbyte.checkpoint import descriptors, mapping, reading
+from halfbyte.engine import Engine, Request, logits
 from halfbyte.errors import CheckpointError, NotEnoughMemory, StorageError
+from halfbyte.loading import load_model
 
 CPU = torch.device("cpu")
 
@@ -199,6 +203,30 @@ def test_a_map_is_the_file(tmp_path):
     spans = [[int(edge, 16) for edge in line.split()[0].split("-")] for line in regions]
     assert any(low <= address < high for low, high in spans)
     assert all(line.split()[1].startswith("r-") for line in regions)
+
+
+def test_a_map_that_is_written_into_is_not_computed_with(tmp_path):
+    """Other bytes of the same size: weights would be others from one step to the next."""
+    folder = shutil.copytree(TINY, tmp_path / "m")
+    model = load_model(folder, load="map")
+    engine = Engine(model, model.new_cache(1, 40))
+    engine.submit(Request([1, 2, 3], 20))
+    for _ in range(5):
+        assert engine.step()
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-100_000, os.SEEK_END)
+        file.write(os.urandom(100_000))
+    for compute in (engine.step, lambda: logits(model, [1, 2, 3])):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: it was changed after it had been checked"):
+            compute()
+
+
+def test_a_map_of_a_deleted_file_goes_on(tmp_path):
+    folder = shutil.copytree(TINY, tmp_path / "m")
+    model = load_model(folder, load="map")
+    before, _ = logits(model, [1, 2, 3])
+    shutil.rmtree(folder)
+    assert torch.equal(logits(model, [1, 2, 3])[0], before)
 
 
 def test_a_map_of_a_shared_file_is_refused(folder, monkeypatch, tmp_path):

@@ -1,14 +1,20 @@
 """Experts repacked beside the shards: one read each, the same tokens, and mlx-lm still loads the folder."""
 
+import errno
 import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 from streaming import TINY, budget_of, mixtures_of, shard, tokens
 
 from halfbyte import cli, expert_reader
-from halfbyte.checkpoint.sidecar import MANIFEST, path_of
-from halfbyte.errors import CheckpointError
+from halfbyte.accounting import skeleton
+from halfbyte.checkpoint.sidecar import MANIFEST, file_size, own_parts, path_of, stride
+from halfbyte.convert import repacking, saving
+from halfbyte.convert.repacking import repack
+from halfbyte.errors import CheckpointError, StorageError
 from halfbyte.fitting import CPU, Allowed
 from halfbyte.loading import load_model
 from halfbyte.memory import LIMITS, held
@@ -18,6 +24,14 @@ from halfbyte.memory import LIMITS, held
 def repacked(copied):
     assert cli.main(["convert", str(copied), "--repack"]) == 0
     return copied
+
+
+@pytest.fixture
+def repacked_bytes(tmp_path):
+    """What a repacked folder has, by file."""
+    folder = Path(shutil.copytree(TINY, tmp_path / "whole"))
+    assert cli.main(["convert", str(folder), "--repack"]) == 0
+    return contents(folder)
 
 
 def test_the_same_tokens_with_one_read_an_expert(resident, repacked, monkeypatch):
@@ -73,22 +87,172 @@ def test_a_sidecar_of_other_weights_is_refused(repacked):
         load_model(repacked, **load)
 
 
-def test_what_goes_wrong_leaves_no_sidecar(copied, monkeypatch, capsys):
-    """The disk is full: exit 5, the space is free again, and the next run loads the shards."""
-    written = []
+def contents(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
-    def full(descriptor, data, at, real=os.pwrite):
-        written.append(len(data))
-        if len(written) > 20:
-            raise OSError(28, os.strerror(28))
+
+def refused_after(count, real=os.pwrite):
+    """An os.pwrite for which the disk is full after so many writes."""
+    left = iter(range(count))
+
+    def write(descriptor, data, at):
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(descriptor, data, at)
 
-    monkeypatch.setattr(os, "pwrite", full)
+    return write
+
+
+@pytest.mark.parametrize("writes", [0, 5, 20, 127])
+def test_a_full_disk_leaves_the_folder_as_it_was(writes, copied, monkeypatch, capsys):
+    """Exit 5, all that was written is gone, and the next run loads the shards."""
+    before = contents(copied)
+    monkeypatch.setattr(os, "pwrite", refused_after(writes))
     assert cli.main(["convert", str(copied), "--repack"]) == 5
-    assert "No space left" in capsys.readouterr().err
+    assert "No space left on device. What was written has been removed." in capsys.readouterr().err
     monkeypatch.undo()
-    assert not (copied / MANIFEST).exists() and not list(copied.glob(".tmp*"))
+    assert contents(copied) == before and not list(copied.glob(".tmp*"))
     assert load_model(copied, expert_cache=budget_of(TINY, 6)).residency is not None
+
+
+def test_an_older_sidecar_stays_until_the_new_one_is_whole(repacked, monkeypatch):
+    before = contents(repacked)
+    monkeypatch.setattr(os, "pwrite", refused_after(40))
+    assert cli.main(["convert", str(repacked), "--repack"]) == 5
+    monkeypatch.undo()
+    assert contents(repacked) == before and not list(repacked.glob(".tmp*"))
+
+
+@pytest.mark.parametrize("at", [0, 3, 7, 8])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=["EIO", "^C"])
+@pytest.mark.parametrize("fixture", ["copied", "repacked"])
+def test_what_goes_wrong_while_files_are_put_in_place_leaves_no_sidecar(fixture, error, at, monkeypatch, request):
+    """Some files would be of the older one, some of the new: neither is worth its space."""
+    folder, left, whole = request.getfixturevalue(fixture), iter(range(at)), os.replace
+
+    def fail(source, target):
+        if next(left, None) is None:
+            raise error
+        whole(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    assert cli.main(["convert", str(folder), "--repack"]) == (5 if isinstance(error, OSError) else 130)
+    monkeypatch.undo()
+    assert contents(folder) == contents(TINY) and not list(folder.glob(".tmp*"))
+
+
+def test_an_interrupt_leaves_the_folder_as_it_was(copied):
+    before = contents(copied)
+
+    def interrupt(done, total):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        repack(skeleton(copied)[1], interrupt)
+    assert contents(copied) == before and not list(copied.glob(".tmp*"))
+
+
+def test_the_second_of_two_says_so(copied, repacked_bytes):
+    """And leaves the first alone."""
+    said = []
+
+    def meanwhile(done, total):
+        with pytest.raises(StorageError, match=r"experts\.json: another process is writing it") as caught:
+            repack(skeleton(copied)[1], lambda done, total: None)
+        said.append(caught.value.exit_code)
+
+    repack(skeleton(copied)[1], meanwhile)
+    assert said == [5] * 8 and contents(copied) == repacked_bytes and not list(copied.glob(".tmp*"))
+
+
+def test_what_a_dead_process_left_is_taken_over(copied, repacked_bytes):
+    left = copied / f"{saving.ASIDE}{MANIFEST}"
+    left.mkdir()
+    (left / "experts-07.bin").write_bytes(b"half")
+    assert cli.main(["convert", str(copied), "--repack"]) == 0
+    assert contents(copied) == repacked_bytes and not list(copied.glob(".tmp*"))
+
+
+def test_a_folder_that_takes_no_files_is_refused(copied, monkeypatch, capsys):
+    (copied / f"{saving.ASIDE}{MANIFEST}").symlink_to(copied)  # not followed: what it links to would be emptied
+    before = contents(copied)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["convert", str(copied), "--repack"])
+    assert ended.value.code == 2 and "is not writable" in capsys.readouterr().err and contents(copied) == before
+
+
+def test_a_dry_run_says_what_would_be_written_and_writes_nothing(copied, capsys):
+    before, total = contents(copied), sum(map(file_size, mixtures_of(copied)))
+    assert cli.main(["convert", str(copied), "--repack", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "experts-00.bin to experts-07.bin: 16 experts each, 458.8 kB a file" in said
+    assert "8 files, 3.7 MB (not written)" in said
+    assert cli.main(["convert", str(copied), "--repack", "--dry-run", "--json"]) == 0
+    expected = {"source": str(copied), "written": False, "files": 8, "bytes": total, "bytes_written": 0}
+    assert json.loads(capsys.readouterr().out) == expected
+    assert contents(copied) == before and not list(copied.glob(".tmp*"))
+
+
+def test_a_dry_run_names_files_of_each_size(monkeypatch):
+    sizes = iter([1000, 2000, 2000, 1000, 1000, 1000, 1000, 1000])
+    monkeypatch.setattr(repacking, "file_size", lambda mixture: next(sizes))
+    assert list(repacking.lines(skeleton(TINY)[1])) == [
+        "experts-00.bin: 16 experts, 1.0 kB",
+        "experts-01.bin to experts-02.bin: 16 experts each, 2.0 kB a file",
+        "experts-03.bin to experts-07.bin: 16 experts each, 1.0 kB a file",
+    ]
+
+
+def test_an_older_sidecar_whose_manifest_cannot_be_removed_keeps_its_files(repacked, monkeypatch):
+    before = contents(repacked)
+
+    def refuse(path, missing_ok=False, real=Path.unlink):
+        if path == repacked / MANIFEST:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        real(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert cli.main(["convert", str(repacked), "--repack"]) == 5
+    monkeypatch.undo()
+    assert contents(repacked) == before and not list(repacked.glob(".tmp*"))
+
+
+@pytest.mark.parametrize("damaged", ["first", "last", "inside", "padding"])
+def test_verify_compares_every_byte(damaged, repacked, capsys):
+    """And says which file and which expert of it is wrong."""
+    mixture, expert = mixtures_of(repacked)[3], 9
+    used = sum(span.size // span.shape[0] for _, _, span in own_parts(mixture))
+    at = {"first": 0, "last": used - 1, "inside": 5000, "padding": stride(mixture) - 1}[damaged]
+    assert cli.main(["verify", str(repacked)]) == 0
+    assert "8 files, as in the shards" in capsys.readouterr().out
+    with path_of(repacked, 3).open("r+b") as file:
+        file.seek(expert * stride(mixture) + at)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    assert cli.main(["verify", str(repacked)]) == 3
+    said = capsys.readouterr().err
+    assert "experts-03.bin: expert 9 is not that of the shards" in said and "--repack" in said
+
+
+def test_verify_says_what_is_wrong_with_a_whole_sidecar(repacked, capsys):
+    manifest = (repacked / MANIFEST).read_text()
+    os.truncate(path_of(repacked, 2), 4096)
+    assert cli.main(["verify", str(repacked)]) == 3 and "experts-02.bin: it has 4096 bytes" in capsys.readouterr().err
+    (repacked / MANIFEST).write_text(manifest.replace('"fingerprint": "', '"fingerprint": "0'))
+    assert cli.main(["verify", str(repacked)]) == 3 and "not of this checkpoint" in capsys.readouterr().err
+    (repacked / MANIFEST).unlink()  # nobody reads the rest then
+    assert cli.main(["verify", str(repacked), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["repacked"] == []
+
+
+def test_verify_shows_how_far_it_is_over_shards_and_sidecar(repacked, monkeypatch):
+    seen = []
+    monkeypatch.setattr("halfbyte.commands.verify.bar", lambda what: lambda done, total: seen.append((done, total)))
+    assert cli.main(["verify", str(repacked)]) == 0
+    total = shard(repacked).stat().st_size + sum(map(file_size, mixtures_of(repacked)))
+    assert seen == sorted(seen) and {total for _, total in seen} == {total} and seen[-1][0] == total and len(seen) > 128
 
 
 def test_usage(capsys):
@@ -96,3 +260,20 @@ def test_usage(capsys):
         with pytest.raises(SystemExit) as ended:
             cli.main(wrong)
         assert ended.value.code == 2 and "SRC --repack" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["-q"], "--quantize"), (["--q-bits", "0"], "--q-bits"), (["--q-group-size", "64"], "--q-group-size"),
+        (["--q-mode", "affine"], "--q-mode"), (["--quant-predicate", "mixed_2_6"], "--quant-predicate"),
+        (["--dtype", "float16"], "--dtype"), (["-d"], "--dequantize"),
+        (["-q", "--q-bits", "4", "--dtype", "float16", "--dry-run"], "--quantize, --q-bits and --dtype"),
+    ],
+)  # fmt: skip
+def test_what_only_a_conversion_takes_is_refused(options, named, copied, capsys):
+    before = contents(copied)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["convert", str(copied), "--repack", *options])
+    assert ended.value.code == 2 and contents(copied) == before
+    assert f"argument --repack: not with {named}: experts are written as they are" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from halfbyte.accounting import skeleton
 from halfbyte.engine import logits
 from halfbyte.errors import CheckpointError, NotEnoughMemory
 from halfbyte.expert_cache import POLICIES
-from halfbyte.expert_reader import Range, runs
+from halfbyte.expert_ranges import Range, runs
 from halfbyte.expert_shares import expert_bytes, plan
 from halfbyte.loading import load_model
 from halfbyte.ops.quant import Packed, dequantize, quantize

@@ -3,7 +3,9 @@
 test_reading.py has them for one that is loaded.
 """
 
+import itertools
 import logging
+import math
 import os
 import resource
 import subprocess
@@ -15,14 +17,18 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from streaming import TINY, budget_of, failing_after, shard, tokens
 from test_reading import limited
 
-from halfbyte import expert_reader
+from halfbyte import cli, expert_reader
+from halfbyte.checkpoint import finite
 from halfbyte.checkpoint.shards import State
 from halfbyte.errors import CheckpointError, StorageError
-from halfbyte.expert_reader import ExpertReader, Range
+from halfbyte.expert_ranges import Range, Where
+from halfbyte.expert_reader import ExpertReader
+from halfbyte.kernels.numba.reads import are_numbers
 from halfbyte.loading import load_model
 
 
@@ -55,6 +61,32 @@ def test_row_56_overwritten_while_it_runs(copied):
         tokens(model)
 
 
+def test_row_13_check_weights(copied, capsys):
+    """Of 16 experts in memory eight are looked at, unless somebody asks for all, or for none."""
+    weights = load_file(shard(copied))
+    name = next(name for name in weights if name.endswith("layers.3.mlp.switch_mlp.up_proj.scales"))
+    seen = {15 * part // 7 for part in range(8)}
+    weights[name][min({*range(16)} - seen), 0, 0] = float("nan")
+    save_file(weights, shard(copied), {"format": "mlx"})
+    command = ["generate", str(copied), "-p", "A fox.", "-m", "1", "--temp", "0"]
+    for how, status in {"none": 0, "sampled": 0, "all": 3}.items():
+        assert cli.main([*command, "--check-weights", how]) == status
+    assert "tensor 'layers.3.mlp.switch_mlp.up_proj.scales' holds NaN" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lfu-ahead"])
+def test_row_13_no_number_among_experts_on_disk(copied, policy):
+    """Found when the expert is read for the first time, before anything is computed with it."""
+    weights = load_file(shard(copied))
+    name = next(name for name in weights if name.endswith("layers.3.mlp.switch_mlp.up_proj.scales"))
+    weights[name][:, -1, -1] = float("nan")
+    save_file(weights, shard(copied), {"format": "mlx"})
+    model = load_model(copied, expert_cache=budget_of(TINY, 5), expert_policy=policy)
+    for _ in range(2):  # what was refused is not known as seen
+        with pytest.raises(CheckpointError, match=f"model.safetensors: tensor '{name}' holds NaN or infinite values"):
+            tokens(model)
+
+
 def test_row_56_cut_while_it_reads_ahead(resident, copied):
     """A guess that cannot be read is nobody's error; an expert that is needed is."""
     model = load_model(copied, expert_cache=budget_of(TINY, 16), expert_policy="lfu-ahead")
@@ -71,6 +103,22 @@ def test_row_56_cut_while_it_reads_ahead(resident, copied):
     shard(copied).write_bytes(whole)
     with pytest.raises(CheckpointError, match="changed after it had been checked"):
         tokens(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode"), [(torch.bfloat16, None), (torch.float16, None), (torch.float32, None), (torch.uint8, "mxfp4")]
+)
+def test_compiled_code_sees_what_is_no_number(dtype, mode):
+    """In any of the slots it is asked about, at either end of one, and in no other."""
+    slots, mask = torch.zeros(5, 33, dtype=dtype), finite.mask_of(dtype, mode)
+    bad = mask if dtype == torch.uint8 else -math.inf
+    about = [np.array([number]) for number in (slots.data_ptr(), slots[0].nbytes, slots.itemsize, mask)]
+    for slot, at in itertools.product(range(5), (0, 16, 32)):
+        slots[slot, at] = bad
+        for asked in ([0, 2, 4], [1, 3], [2]):
+            assert are_numbers(np.array(asked), *about) == (slot not in asked)
+        slots[slot, at] = mask - 1 if dtype == torch.uint8 else torch.finfo(dtype).max
+    assert are_numbers(np.arange(5), *about)
 
 
 def test_a_guess_whose_reads_do_not_begin_is_forgotten(resident, monkeypatch):
@@ -119,11 +167,10 @@ def test_what_the_system_has_not_in_memory_is_read_on_threads(tmp_path):
         state = State.of(os.fstat(opened.fileno()))
     memory, size = bytearray(len(data)), 1 << 16
     wanted = [Range(file, at, "w", memoryview(memory)[at : at + size]) for at in range(0, len(data), size * 2)]
-    starts, places = (
-        np.array(rows) for rows in ([(0, one.start) for one in wanted], [(one.address, size) for one in wanted])
-    )
+    where = Where([file], np.array([[(0, one.start)] for one in wanted]), np.array([size]))
+    experts, slots, memory_at = range(len(wanted)), range(0, 2 * len(wanted), 2), np.array([wanted[0].address])
     reader = ExpertReader({file: state})
-    filled = reader.take([file], starts, places)
+    filled = reader.take(where, experts, slots, memory_at)[:, 0]
     assert filled[-1] and reader.bytes == size * filled.sum()
     for one, whole in zip(wanted, filled, strict=True):
         assert bytes(one.view) == data[one.start : one.stop] if whole else not any(one.view)
@@ -131,7 +178,7 @@ def test_what_the_system_has_not_in_memory_is_read_on_threads(tmp_path):
     reader.finish()
     assert all(bytes(one.view) == data[one.start : one.stop] for one in wanted) and reader.bytes == len(data) // 2
     os.truncate(file, 1000)
-    assert not reader.take([file], starts, places).any()
+    assert not reader.take(where, experts, slots, memory_at).any()
     with pytest.raises(CheckpointError, match="it ends at byte 1000; tensor 'w' needs"):
         reader.start(wanted)
         reader.finish()

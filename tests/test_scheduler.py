@@ -14,6 +14,7 @@ from halfbyte.grammar import Constraint
 from halfbyte.jobs import Job
 from halfbyte.metrics import Histogram, text
 from halfbyte.prefixes import Prefixes, shared
+from halfbyte.replaying import shelf
 from halfbyte.sampling import SamplingParams
 from halfbyte.scheduler import QueueFull, Scheduler, Unwell
 from halfbyte.text.decoder import Decoder
@@ -46,7 +47,7 @@ class Desk:
                     self.ended.add(job)
             self.news.notify_all()
 
-    def wait(self, *jobs, seconds=30):
+    def wait(self, *jobs, seconds=120):  # kernels may have to be compiled
         with self.news:
             assert self.news.wait_for(lambda: self.ended >= set(jobs), seconds), "it does not end"
 
@@ -70,9 +71,11 @@ def job(prompt, max_tokens=4, owner=b"", stop=(), **params):
 def start():
     started = []
 
-    def start(name=NAME, slots=4, capacity=512, chunk=32, **options):
+    def start(name=NAME, slots=4, capacity=512, chunk=32, records=False, **options):
         model, desk = model_of(name), Desk()
         scheduler = Scheduler(model, model.new_cache(slots, capacity, chunk), frozenset(), desk.deliver, **options)
+        if not records:
+            scheduler.recordings.left = 0
         scheduler.start()
         started.append(scheduler)
         return scheduler, desk
@@ -141,15 +144,17 @@ def test_a_reply_is_known_to_the_next_prompt(start):
     assert second.reused == 107 and desk.ids(second) == alone(second.prompt, 3)  # the last token was never computed
 
 
-def test_a_fork_is_learned(start):
-    """Two prompts part in the middle of a chunk; what they share is saved, for the third."""
-    scheduler, desk = start(chunk=128, prefix_bytes=1 << 26)
+@pytest.mark.parametrize(("room", "found"), [(1 << 26, 0), (1 << 30, 64)])
+def test_a_fork_is_learned(start, room, found):
+    """Two prompts part in the middle of a chunk; what they share is saved, for the third. Where there is much room,
+    some of it is for the second too."""
+    scheduler, desk = start(chunk=128, prefix_bytes=room)
     begin = prompt_of(100)
     jobs = [job([*begin, *prompt_of(20, seed)], 2) for seed in (1, 2, 3)]
     for one in jobs:
         scheduler.submit(one)
         desk.wait(one)
-    assert [one.reused for one in jobs] == [0, 0, 100]
+    assert [one.reused for one in jobs] == [0, found, 100]
 
 
 def test_another_owner_shares_nothing(start):
@@ -304,12 +309,18 @@ def test_a_short_prompt_passes_a_long_one(start):
     assert desk.ids(long) == alone(long.prompt, 1)
 
 
-def test_short_prompts_share_a_step(start, monkeypatch):
-    """As many as a piece of a long one has tokens; each is answered as it is alone."""
+def noted(monkeypatch):
+    """The steps that the model is asked for from now on, as it is written."""
     from halfbyte.models.decoder import Decoder as Model
 
     real, steps = Model.__call__, []
     monkeypatch.setattr(Model, "__call__", lambda self, step, cache: steps.append(step) or real(self, step, cache))
+    return steps
+
+
+def test_short_prompts_share_a_step(start, monkeypatch):
+    """As many as a piece of a long one has tokens; each is answered as it is alone."""
+    steps = noted(monkeypatch)
     scheduler, desk = start(slots=8, chunk=32)
     jobs = [job(prompt_of(10, seed), 2) for seed in range(6)]
     with scheduler.changed:  # the engine waits until all are there
@@ -321,6 +332,23 @@ def test_short_prompts_share_a_step(start, monkeypatch):
     assert shapes == [[(3, 10)], [(3, 1), (3, 10)]]  # three prompts; their first tokens and the next three
     monkeypatch.undo()
     assert [desk.ids(one) for one in jobs] == [alone(one.prompt, 2) for one in jobs]
+
+
+def test_pieces_of_prompts_are_recorded_before_the_first_request(start, monkeypatch):
+    """From then on the model, as it is written, is asked for no prompt that comes alone."""
+    scheduler, desk = start(chunk=32, records=True, prefix_bytes=1 << 26)
+    while scheduler.recordings.left:
+        time.sleep(0.001)
+    kept = shelf(scheduler.model, scheduler.cache).kept
+    assert [size for _, size, *_ in kept] == [16, 32] and not any(scheduler.cache.lengths)
+    steps = noted(monkeypatch)
+    jobs = [job(prompt_of(length, length), 3) for length in (2, 20, 70)]
+    for one in jobs:
+        scheduler.submit(one)
+        desk.wait(one)
+    assert {run.L for step in steps for run in step.runs} <= {1}  # answers
+    monkeypatch.undo()
+    assert [desk.ids(one) for one in jobs] == [alone(one.prompt, 3) for one in jobs]
 
 
 def test_a_long_prompt_is_not_starved(start):
@@ -437,6 +465,36 @@ def test_row_51_a_step_that_hangs_is_seen(start, monkeypatch):
     release.set()
     desk.wait(one)
     assert scheduler.trouble is None
+
+
+@pytest.mark.quiet
+def test_row_51_a_recording_that_hangs_is_seen(start):
+    """Steps are recorded while there is nothing to do, but whoever comes then waits for it."""
+    scheduler, desk = start(step_seconds=0.2)
+    release = threading.Event()
+
+    class Hanging:
+        left = 1
+
+        def brief(self):  # the thread may just begin
+            return ()
+
+        def record(self):
+            release.wait(10)
+            self.left = 0
+
+    scheduler.recordings = Hanging()
+    with scheduler.changed:
+        scheduler.changed.notify()
+    time.sleep(0.4)
+    assert scheduler.trouble == "the engine does not answer"
+    with pytest.raises(Unwell):
+        scheduler.submit(job([5, 6, 7], 2))
+    release.set()
+    time.sleep(0.1)
+    assert scheduler.trouble is None
+    scheduler.submit(one := job([5, 6, 7], 2))
+    desk.wait(one)
 
 
 def test_an_idle_engine_is_well(start):

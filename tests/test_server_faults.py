@@ -495,13 +495,13 @@ def test_row_49_another_key_shares_no_cache(tmp_path):
 
 
 FAILING = """
-from halfbyte.models.decoder import Decoder
-real = Decoder.__call__
-def broken(self, step, cache):
-    if 77 in step.ids.tolist():
+from halfbyte.engine import Engine
+real = Engine._computed
+def broken(self):
+    if any(77 in one.prompt for one in self.running):
         raise RuntimeError("secret at 0xdeadbeef in /secret/path")
-    return real(self, step, cache)
-Decoder.__call__ = broken
+    return real(self)
+Engine._computed = broken
 """
 HANGING = """
 import time
@@ -535,7 +535,7 @@ def test_row_50_a_failing_step(tmp_path):
 
 
 def test_row_50_a_stream_that_fails_in_the_middle_says_so(tmp_path):
-    late = FAILING.replace("if 77 in step.ids.tolist():", "if len(step.ids) == 1 and int(step.positions[0]) == 9:")
+    late = FAILING.replace("77 in one.prompt", "len(one.made) == 8")
     with serving(tmp_path, faults=late) as server:
         response = server.post(COMPLETIONS, {"prompt": [5, 6], "max_tokens": 50, "stream": True, "temperature": 0,
                                              "logit_bias": {"0": -100, "2": -100}})  # fmt: skip

@@ -120,15 +120,16 @@ TRIES = 4  # of what is timed: other work on the machine is not what a bar is ab
 
 
 @pytest.mark.quiet
-def test_a_shared_beginning_of_2000_tokens_makes_the_second_prompt_ten_times_faster(server, loaded):
+def test_a_shared_beginning_of_2000_tokens_makes_the_second_prompt_ten_times_faster(tmp_path, loaded):
     times_faster = 0.0
-    for seed in range(TRIES):
-        begin = random.Random(seed).choices(range(10, 3000), k=2000)
-        cold, warm = seconds(server, [*begin, 5, 6, 7]), seconds(server, [*begin, 8, 9, 10])
-        assert cold[1] == 0 and warm[1] >= 1900
-        times_faster = max(times_faster, cold[0] / warm[0])
-        if times_faster >= 10:
-            break
+    with serving(tmp_path) as server:
+        for seed in range(TRIES):
+            begin = random.Random(seed).choices(range(10, 3000), k=2000)
+            cold, warm = seconds(server, [*begin, 5, 6, 7]), seconds(server, [*begin, 8, 9, 10])
+            assert cold[1] == 0 and warm[1] >= 1900
+            times_faster = max(times_faster, cold[0] / warm[0])
+            if times_faster >= 10:
+                break
     assert times_faster >= 10
     wish = {"max_tokens": 1, "temperature": 0, "logit_bias": {0: -100, 2: -100}}
     assert warm[2] == halfbyte.generate(*loaded, [*begin, 8, 9, 10], **wish)

@@ -1,7 +1,9 @@
 """Starting: imports that cost nothing, kernels that are compiled once, and a cache that can only cost time."""
 
+import hashlib
 import json
 import os
+import pickle
 import stat
 import subprocess
 import sys
@@ -29,16 +31,25 @@ DONE = [[0, 2], [1, 2], [2, 2]]
 
 def launch(cache):
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
-    return subprocess.Popen([sys.executable, "-c", START], env=environment, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", START], env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
 def start(cache):
     return answer(launch(cache))
 
 
+def start_with_warnings(cache):
+    """What a start says, and what it warns of in that folder."""
+    process = launch(cache)
+    text, warnings = process.communicate(timeout=300)
+    assert process.returncode == 0, warnings
+    return json.loads(text), [line for line in warnings.splitlines() if str(cache) in line]
+
+
 def answer(process):
-    text, _ = process.communicate(timeout=300)
-    assert process.returncode == 0
+    text, warnings = process.communicate(timeout=300)
+    assert process.returncode == 0, warnings
     return json.loads(text)
 
 
@@ -78,13 +89,133 @@ def test_the_first_start_compiles_and_counts(first):
     assert [path.name.split("-")[0] for path in kernels_of(cache)] == ["rowwise.glu_kernel", "rowwise.softcap_kernel"]
 
 
-def test_the_second_start_compiles_nothing_and_makes_the_folder_private_again(first):
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_second_start_compiles_nothing(first):
     cache, (_, _, bits) = first
     (folder,) = (cache / "halfbyte").iterdir()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    folder.chmod(0o777)
-    assert start(cache) == [0, [], bits]
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert mode(folder) == mode(folder.parent) == 0o700
+    assert {mode(path) for path in kernels_of(cache)} == {0o600}
+    assert start_with_warnings(cache) == ([0, [], bits], [])
+
+
+class Planted:
+    """Code in the place of a kernel: it says that it ran."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.mark),))
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="folders have no modes here")
+def test_a_folder_that_others_can_write_to_is_not_used(first, tmp_path):
+    """Row 70: whatever lies in it may be theirs, and is neither run nor written."""
+    cache, (_, _, bits) = first
+    kernel = kernels_of(cache)[0]
+    before, code = kernel.read_bytes(), pickle.dumps(Planted(tmp_path / "ran"))
+    kernel.write_bytes(hashlib.sha256(code).digest() + code)
+    kernel.parent.chmod(0o777)
+    try:
+        said, warnings = start_with_warnings(cache)
+        assert said == [2, DONE, bits]
+        assert not (tmp_path / "ran").exists() and mode(kernel.parent) == 0o777
+        assert len(warnings) == 1 and warnings[0].startswith(f"{kernel.parent}: ") and "chmod 700" in warnings[0]
+        assert kernel.read_bytes().endswith(code)
+    finally:
+        kernel.parent.chmod(0o700)
+        kernel.write_bytes(before)
+
+
+@pytest.fixture
+def store(monkeypatch, tmp_path):
+    """The store of kernels, as in a process that has not looked for its folder yet; that is to be below `tmp_path`."""
+    from halfbyte.kernels.numba import store
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    store.folder.cache_clear()
+    yield store
+    store.folder.cache_clear()
+
+
+def wanted(store):
+    return store.base() / store.version()
+
+
+posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no owners here")
+
+
+@posix
+@pytest.mark.parametrize(("level", "loose"), [(1, 0o770), (1, 0o707), (0, 0o720), (0, 0o702)])
+def test_folders_that_others_can_write_to_are_refused_once(store, caplog, level, loose):
+    """The one of this version, and the one above, where they could put another in its place."""
+    wanted(store).mkdir(parents=True)
+    spoilt = [wanted(store), store.base()][level]
+    store.base().chmod(0o755)
+    spoilt.chmod(loose)
+    assert store.folder() != wanted(store) and store.folder() is store.folder()
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{spoilt}: ") and "chmod 700" in warning and "XDG_CACHE_HOME" in warning
+    assert not store.state()["lasts"] and not list(wanted(store).iterdir()) and mode(spoilt) == loose
+
+
+@posix
+def test_a_folder_of_another_user_is_refused(store, caplog, monkeypatch):
+    assert store.folder() == wanted(store) and not caplog.messages
+    store.folder.cache_clear()
+    someone = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: someone)
+    assert store.folder() != wanted(store)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{store.base()}: ") and "another user" in warning and "XDG_CACHE_HOME" in warning
+
+
+@posix
+def test_a_folder_of_ours_is_used_wherever_it_lies(store, caplog, tmp_path):
+    """Others may read it, a link may lead to it, and what lies above it is not judged."""
+    real = tmp_path / "elsewhere"
+    real.mkdir()
+    real.chmod(0o755)
+    store.base().symlink_to(real)
+    tmp_path.chmod(0o777)
+    assert store.folder() == wanted(store) and mode(wanted(store)) == 0o700 and not caplog.messages
+
+
+@posix
+def test_what_is_made_is_ours_alone_from_the_start(store, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
+    before = os.umask(0)
+    try:
+        kept = store.Kept(store.digest)
+        kept.save(("types",), b"code")
+    finally:
+        os.umask(before)
+    path = kept.path(("types",))
+    assert path.parent == wanted(store) and mode(path) == 0o600 and kept.has(("types",))
+    assert {mode(above) for above in path.parents if above.is_relative_to(tmp_path / "new")} == {0o700}
+
+
+@posix
+@pytest.mark.parametrize("spoilt", ["mode", "owner"])
+def test_files_that_others_can_write_to_are_compiled_again(store, caplog, monkeypatch, spoilt):
+    kept, kinds = store.Kept(store.digest), [("one",), ("two",)]
+    for kind in kinds:
+        kept.save(kind, b"code")
+    if spoilt == "mode":
+        for kind in kinds:
+            kept.path(kind).chmod(0o622)
+    else:
+        someone = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: someone)
+    assert not any(kept.has(kind) for kind in kinds)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{wanted(store)}: ") and "compiled again" in warning
+    monkeypatch.undo()
+    kept.save(kinds[0], b"code")
+    assert mode(kept.path(kinds[0])) == 0o600
 
 
 def test_damaged_kernels_are_compiled_again(first):
@@ -99,7 +230,9 @@ def test_damaged_kernels_are_compiled_again(first):
 
 def test_a_cache_that_cannot_be_written_only_costs_time(first, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    assert start(tmp_path / "file") == [2, DONE, first[1][2]]
+    said, warnings = start_with_warnings(tmp_path / "file")
+    assert said == [2, DONE, first[1][2]]
+    assert len(warnings) == 1 and "XDG_CACHE_HOME" in warnings[0]
 
 
 def test_processes_that_compile_at_once_do_not_break_each_other(first, tmp_path):

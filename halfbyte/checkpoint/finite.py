@@ -24,12 +24,20 @@ NO_NUMBER = {"mxfp4": 0xFF, "mxfp8": 0xFF, "nvfp4": 0x7F}
 def check(folder: Path, tensors: Mapping[str, Tensor], stacks: set[str], modes: Mapping[str, str], how: Check) -> None:
     """Refuse NaN and infinities. `stacks` are experts' tensors, [E, ...]; `modes` those of uint8 scales, by name."""
     for name, tensor in tensors.items() if how != "none" else ():
-        mask = NO_NUMBER[modes[name]] if name in modes else EXPONENTS.get(tensor.dtype)
-        if mask is None:
-            continue
-        parts = sample(tensor) if how == "sampled" and name in stacks and tensor.ndim else [tensor]
-        if any(_has(part.reshape(-1).view(INTEGERS[part.itemsize]), mask) for part in parts):
-            raise CheckpointError(f"{folder}: tensor {shown(name)} holds NaN or infinite values. {AGAIN}")
+        for part in sample(tensor) if how == "sampled" and name in stacks and tensor.ndim else [tensor]:
+            require_numbers(folder, name, part, modes.get(name))
+
+
+def require_numbers(path: Path, name: str, tensor: Tensor, mode: str | None) -> None:
+    """Refuse NaN and infinities in a tensor, or in a part of one. `mode`: of scales that are codes."""
+    mask = mask_of(tensor.dtype, mode)
+    if mask is not None and _has(tensor.reshape(-1).view(INTEGERS[tensor.itemsize]), mask):
+        raise CheckpointError(f"{path}: tensor {shown(name)} holds NaN or infinite values. {AGAIN}")
+
+
+def mask_of(dtype: torch.dtype, mode: str | None) -> int | None:
+    """The bits that only NaN and infinities have all set; None where every code is a number."""
+    return EXPONENTS.get(dtype) if mode is None else NO_NUMBER[mode]
 
 
 def sample(stack: Tensor) -> Iterator[Tensor]:

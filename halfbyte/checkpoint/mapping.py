@@ -2,6 +2,7 @@
 
 The price: when a mapped file shrinks, whoever touches the lost part is killed (SIGBUS), and nothing can catch that. So
 only files that are not shared over a network are mapped, and only what memory can hold; `reading` has neither risk.
+What is written into a file is seen at once, so before each step somebody asks whether all are as they were (`Guard`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -52,6 +54,21 @@ def map_files(
     if progress is not None:
         progress(total, total)
     return tensors
+
+
+class Guard:
+    """Mapped files, held open: a name may come to mean another one."""
+
+    def __init__(self, files: Mapping[Path, State]) -> None:
+        self.files, self.descriptors = files, Descriptors(files, most=max(len(files), 1))
+        weakref.finalize(self, self.descriptors.close)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse to go on with what somebody has written into; a deleted file stays what it was."""
+        for path in self.files:
+            with self.descriptors.open(path) as descriptor:
+                self.descriptors.check(path, descriptor)
 
 
 def _map(path: Path, descriptor: int) -> mmap.mmap:

@@ -7,15 +7,16 @@ checkpoint: an expert is its parts in the order of its projections, and the next
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 from .. import files, limits, strict_json
 from ..errors import CheckpointError, StorageError
+from .descriptors import Descriptors
 from .ledger import Contents, Mixture
-from .reading import PAGE
+from .reading import PAGE, fill_views
 from .shards import State, Stored
 from .spans import Piece, Span
 
@@ -62,13 +63,26 @@ def find(checkpoint: Contents, mixtures: Mapping[str, Mixture]) -> tuple[list[Mi
     """The experts of a sidecar, if the checkpoint has one, and the states of its files. One that is not of this
     checkpoint is refused: it would answer with other weights.
     """
+    states = find_files(checkpoint, mixtures)
+    if states is None:
+        return None
+    found = []
+    for mixture, path in zip(mixtures.values(), states, strict=True):
+        found.append(moved(mixture, path))
+        if beginnings(mixture) != beginnings(found[-1]):
+            raise CheckpointError(f"{path}: its experts are not those of the shards. {AGAIN}")
+    return found, states
+
+
+def find_files(checkpoint: Contents, mixtures: Mapping[str, Mixture]) -> dict[Path, State] | None:
+    """The files of a sidecar by layer, if the checkpoint has one: made of it, all there, each of its size."""
     manifest = checkpoint.folder / MANIFEST
     if not manifest.exists():
         return None
     said = strict_json.parse(files.read_small(manifest, limits.CONFIG_BYTES), str(manifest), remedy=f" {AGAIN}")
     if said != described(checkpoint):
         raise CheckpointError(f"{manifest}: it is not of this checkpoint as it is now. {AGAIN}")
-    found, states = [], {}
+    states = {}
     for layer, mixture in enumerate(mixtures.values()):
         path = path_of(checkpoint.folder, layer)
         try:
@@ -77,10 +91,7 @@ def find(checkpoint: Contents, mixtures: Mapping[str, Mixture]) -> tuple[list[Mi
             raise CheckpointError(f"{path}: {error.strerror or error}. {AGAIN}") from None
         if states[path].size != file_size(mixture):
             raise CheckpointError(f"{path}: it has {states[path].size} bytes, not {file_size(mixture)}. {AGAIN}")
-        found.append(moved(mixture, path))
-        if beginnings(mixture) != beginnings(found[-1]):
-            raise CheckpointError(f"{path}: its experts are not those of the shards. {AGAIN}")
-    return found, states
+    return states
 
 
 def beginnings(mixture: Mixture) -> dict[int, bytes]:
@@ -99,6 +110,37 @@ def beginnings(mixture: Mixture) -> dict[int, bytes]:
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror or error}") from None
     return found
+
+
+def compare(checkpoint: Contents, mixtures: Mapping[str, Mixture], states: Mapping[Path, State]) -> Iterator[int]:
+    """Check every byte of a sidecar, page ends too, against the shards; yields how many more are right. `states` are
+    those of its files, by layer.
+    """
+    with Descriptors({**checkpoint.states, **states}) as opened:
+        for mixture, path in zip(mixtures.values(), states, strict=True):
+            step = stride(mixture)
+            expected, found = bytearray(step), bytearray(step)
+            for expert in range(mixture.form.gate.shape[0]):
+                read_expert(mixture, expert, memoryview(expected), opened)
+                with opened.open(path) as descriptor:
+                    fill_views(descriptor, path, expert * step, [memoryview(found)], lambda at: "experts")
+                if found != expected:
+                    raise CheckpointError(f"{path}: expert {expert} is not that of the shards. {AGAIN}")
+                yield step
+
+
+def read_expert(mixture: Mixture, expert: int, buffer: memoryview, shards: Descriptors) -> None:
+    """What a sidecar has of an expert, from the shards; behind it the buffer stays as it is."""
+    at = 0
+    for _, _, span in own_parts(mixture):
+        stored, start, count = span.entry(expert)
+        read_piece(stored, start, buffer[at : at + count], shards)
+        at += count
+
+
+def read_piece(stored: Stored, start: int, view: memoryview, shards: Descriptors) -> None:
+    with shards.open(stored.path) as descriptor:
+        fill_views(descriptor, stored.path, start, [view], lambda at: stored.name)
 
 
 def described(checkpoint: Contents) -> dict[str, object]:

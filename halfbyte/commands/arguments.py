@@ -45,7 +45,7 @@ def add(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
         "--chat-template-args", "--chat-template-config", metavar="JSON", help="such as '{\"enable_thinking\": false}'"
     )
     parser.add_argument("--prefill-step-size", type=whole, metavar="N", help="tokens of a prompt computed at a time")
-    parser.add_argument("--load", choices=["read", "map"], default="read", help="map: weights stay in the files (CPU)")
+    add_loading(parser)
     add_memory(parser)
     add_top_k_experts(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
@@ -53,6 +53,15 @@ def add(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     add_deterministic(parser)
     parser.add_argument("-t", "--threads", type=whole, metavar="N", help="CPU threads (default: one a core)")
     _add_sampling(parser.add_argument_group("sampling", "what is not given comes from the model"))
+
+
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--load", choices=["read", "map"], default="read", help="map: weights stay in the files (CPU)")
+    parser.add_argument(
+        "--check-weights", choices=["sampled", "all", "none"], default="sampled",
+        help="for NaN and infinities: of experts in memory a few and of all else everything (sampled, the default), "
+        "all, or nothing; an expert on disk is checked when it is first read",
+    )  # fmt: skip
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
@@ -163,7 +172,8 @@ def require_device(args: argparse.Namespace) -> None:
         args.parser.error("argument --device: torch finds no CUDA GPU here; `halfbyte doctor` says what there is")
     if args.device == "mps" and not torch.backends.mps.is_available():
         args.parser.error("argument --device: torch finds no Apple GPU here; `halfbyte doctor` says what there is")
-    if getattr(args, "deterministic", False):
+    on_gpu = args.device != "cpu" and torch.cuda.is_available()  # others are always deterministic
+    if on_gpu and getattr(args, "deterministic", False):
         from ..ops.dispatch import make_deterministic
 
         make_deterministic()
@@ -188,6 +198,7 @@ def loaded(
     model, tokenizer = loading.load(
         folder, args.device, args.dtype, load=load, progress=bar(f"loading {name}"), allowed=allowed(args),
         top_k_experts=getattr(args, "top_k_experts", None) if fewer else None,
+        check=getattr(args, "check_weights", "sampled"),
     )  # fmt: skip
     compile_kernels(model, kernels(model.device.type), slots)
     return model, tokenizer

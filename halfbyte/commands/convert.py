@@ -11,6 +11,7 @@ from .pull import located
 from .terminal import show
 
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
+CONVERTING = ("quantize", "q_bits", "q_group_size", "q_mode", "quant_predicate", "dtype", "dequantize")  # not --repack
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quantize", action="store_true", help="quantise the matrices")
     parser.add_argument("--q-bits", type=int, metavar="N", help="2, 3, 4, 5, 6 or 8 (default: the mode's)")
     parser.add_argument("--q-group-size", type=int, metavar="N", help="32, 64 or 128 (default: the mode's)")
-    parser.add_argument("--q-mode", choices=["affine", "mxfp4", "nvfp4", "mxfp8"], default="affine")
+    parser.add_argument("--q-mode", choices=["affine", "mxfp4", "nvfp4", "mxfp8"], help="default: affine")
     parser.add_argument("--quant-predicate", choices=RECIPES, help="more bits where they matter most")
     parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], help="of all that is not codes")
     parser.add_argument("-d", "--dequantize", action="store_true", help="dense again")
@@ -35,11 +36,11 @@ def run(args: argparse.Namespace) -> int:
     from ..convert.converting import convert
     from ..errors import HalfbyteError
 
-    source = located(args.source, args)
     if args.repack != (args.target is None):
         args.parser.error("convert takes SRC DST, or SRC --repack")
     if args.repack:
-        return repacked(source, args)
+        return repacked(args)
+    source = located(args.source, args)
     try:
         plan = convert(
             source, args.target, args.quantize, args.q_bits, args.q_group_size, args.q_mode, args.quant_predicate,
@@ -66,14 +67,44 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def repacked(source: Path, args: argparse.Namespace) -> int:
+def repacked(args: argparse.Namespace) -> int:
+    """`convert SRC --repack`."""
     from ..accounting import skeleton
-    from ..convert.repacking import repack
+    from ..checkpoint.sidecar import file_size
+    from ..convert import repacking
+    from ..errors import HalfbyteError
 
+    refuse_options_of_conversion(args)
+    source = located(args.source, args)
     ledger = skeleton(source)[1]
     if not ledger.mixtures:
         args.parser.error(f"argument --repack: {source} has no experts")
-    written = repack(ledger, bar("writing"))
-    rows = [("beside", str(source)), ("experts", f"{len(ledger.mixtures)} files, {size(written)}")]
-    show({"source": str(source), "files": len(ledger.mixtures), "bytes_written": written}, rows, args.json)
+    if not args.dry_run:
+        try:
+            repacking.repack(ledger, bar("writing"))
+        except HalfbyteError:
+            raise
+        except ValueError as error:  # a folder that takes no files
+            args.parser.error(str(error))
+    elif not args.json:
+        print(*repacking.lines(ledger), sep="\n")
+    count, total = len(ledger.mixtures), sum(map(file_size, ledger.mixtures.values()))
+    rows = [
+        ("beside", str(source)),
+        ("experts", f"{count} files, {size(total)}{' (not written)' if args.dry_run else ''}"),
+    ]
+    values = {
+        "source": str(source), "written": not args.dry_run, "files": count, "bytes": total,
+        "bytes_written": 0 if args.dry_run else total,
+    }  # fmt: skip
+    show(values, rows, args.json)
     return 0
+
+
+def refuse_options_of_conversion(args: argparse.Namespace) -> None:
+    """Repacked experts are those of the checkpoint, bit for bit."""
+    given = [name for name in CONVERTING if getattr(args, name) != args.parser.get_default(name)]
+    if given:
+        *others, last = (f"--{name.replace('_', '-')}" for name in given)
+        named = f"{', '.join(others)} and {last}" if others else last
+        args.parser.error(f"argument --repack: not with {named}: experts are written as they are")

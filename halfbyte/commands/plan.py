@@ -55,19 +55,20 @@ def run(args: argparse.Namespace) -> int:
     need = account.weights + account.cache(context)
     limits = allowed(args)
     limits.restrict(device)
-    have = memory.available(device)
+    free = memory.available(device)
+    have = max(free - for_steps(device, ledger), 0)
     here = device.type == "cpu" and bool(ledger.mixtures)
     placed = experts_in_memory(limits, ledger, account) if here else None  # before what measures takes memory too
     bandwidth = read_bandwidth(device.type)
     moved = account.read_per_token + STATE_ROUND_TRIP * account.cache_fixed
     full = moved + account.cache_windows + context * account.cache_per_token
-    fits = need <= have
+    fits, said = verdict(need, have, placed, limits)
     rows = [
         (
             "device",
             f"{device}: {size(account.weights)} of weights + {size(account.cache(context))} for {context} tokens",
         ),
-        ("free there", f"{size(have)}: {'it fits' if fits else f'{size(need - have)} too little'}"),
+        ("free there", f"{size(have)}: {said}"),
         ("disk", size(account.weights + account.left_out)),
         ("measured", f"{device} reads {bandwidth / 1e9:.1f} GB/s"),
         ("at most", f"{bandwidth / moved:.1f} tok/s on a short text, {bandwidth / full:.1f} on {context} tokens"),
@@ -82,9 +83,9 @@ def run(args: argparse.Namespace) -> int:
         tiers = tiered(placed, ledger, account, bandwidth)
         values |= tiers
         rows += described_tiers(tiers)
-    gpu = known_gpu(args, limits, device, have, bandwidth / moved, bool(ledger.mixtures))
+    gpu = known_gpu(args, limits, device, free, bandwidth / moved, bool(ledger.mixtures))
     if device.type == "cuda" and gpu is not None and gpu.bus is not None:
-        beside = beside_device(limits, ledger, account, have, bandwidth, gpu.bus)
+        beside = beside_device(limits, ledger, account, free, bandwidth, gpu.bus)
         values |= beside
         rows += described_beside(beside)
     if args.trace is not None:
@@ -95,6 +96,24 @@ def run(args: argparse.Namespace) -> int:
         rows += lines
     show(values, rows, args.json)
     return 0
+
+
+def for_steps(device: torch.device, ledger: Ledger) -> int:
+    """Bytes that loading leaves free for what a step computes with; of a model without experts it asks for none."""
+    from ..fitting import GPU_WORKING, WORKING
+
+    return {"cpu": WORKING, "cuda": GPU_WORKING}.get(device.type, 0) if ledger.mixtures else 0
+
+
+def verdict(need: int, have: int, placed: int | NotEnoughMemory | None, limits: Allowed) -> tuple[bool, str]:
+    """Whether all of a model fits, and how to say so; `placed` is what loading it on a CPU would do."""
+    if need > have:
+        return False, f"{size(need - have)} too little"
+    if isinstance(placed, NotEnoughMemory):
+        return False, "too little to load it"
+    if placed is not None and limits.expert_cache is None:  # nobody asked for experts on disk
+        return False, "too little for all experts"
+    return True, "it fits"
 
 
 def foretold(
@@ -130,7 +149,7 @@ def experts_in_memory(limits: Allowed, ledger: Ledger, account: Account) -> int 
     """Bytes of experts that a run on a CPU would keep in memory; None: all; or why it would be refused."""
     from ..fitting import TEXT, place
 
-    text = 2 * account.cache(min(account.context, TEXT))  # float32, where the account has bfloat16
+    text = account.cache_float32(min(account.context, TEXT))
     try:
         return place(limits, ledger, text, account.experts_per_token).cache
     except NotEnoughMemory as error:

@@ -40,11 +40,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--exit-on-fatal", action="store_true", help="exit with status 1 when the engine dies or hangs")
     parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
-    parser.add_argument("--load", choices=["read", "map"], default="read", help="map: weights stay in the files (CPU)")
+    shared.add_loading(parser)
     shared.add_memory(parser)
     shared.add_top_k_experts(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the activations")
     shared.add_cpu_activations(parser)
+    shared.add_deterministic(parser)
     parser.add_argument("-t", "--threads", type=whole, metavar="N", help="CPU threads (default: one a core)")
     group = parser.add_argument_group("limits")
     for name, kind, default, metavar, help, least in Settings.flags():

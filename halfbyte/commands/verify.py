@@ -20,17 +20,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read a whole model: headers, names, shapes, finite values, and checksums where the hub's cache names them."""
+    """Read a whole model: headers, names, shapes, finite values, checksums where the hub's cache names them, and
+    repacked experts, every byte of which must be as in the shards.
+    """
     import torch
 
     from ..accounting import skeleton
-    from ..checkpoint import finite
+    from ..checkpoint import finite, sidecar
     from ..checkpoint.reading import read
-    from ..errors import CheckpointError
 
     folder = located(args.model, args)
     checkpoint, ledger, _ = skeleton(folder)
-    total = sum(path.stat().st_size for path in checkpoint.states)
+    repacked = (sidecar.find_files(checkpoint, ledger.mixtures) if ledger.mixtures else None) or {}
+    total = sum(state.size for state in (*checkpoint.states.values(), *repacked.values()))
     progress, done, sums = bar("verifying"), 0, {}
     for path in checkpoint.states:
         digest = hashlib.sha256()
@@ -40,15 +42,25 @@ def run(args: argparse.Namespace) -> int:
                 done += len(data)
                 progress(done, total)
         sums[path.name] = digest.hexdigest()
-        named = named_sum(path)
-        if named not in (None, sums[path.name]):
-            raise CheckpointError(
-                f"{path}: its sha256 is {sums[path.name]}, the hub's is {named}. Fetch it again: `halfbyte pull`."
-            )
+        require_named_sum(path, sums[path.name])
+    for count in sidecar.compare(checkpoint, ledger.mixtures, repacked) if repacked else ():
+        done += count
+        progress(done, total)
     for span in ledger.wanted.values():
         finite.check(folder, read(checkpoint.states, [span], torch.device("cpu")), ledger.stacks, ledger.modes, "all")
-    show({"folder": str(folder), "sha256": sums, "right": True}, [*sums.items(), (folder.name, "right")], args.json)
+    rows = [*sums.items(), *([("experts", f"{len(repacked)} files, as in the shards")] if repacked else [])]
+    values = {"folder": str(folder), "sha256": sums, "repacked": [path.name for path in repacked], "right": True}
+    show(values, [*rows, (folder.name, "right")], args.json)
     return 0
+
+
+def require_named_sum(path: Path, found: str) -> None:
+    """A file whose checksum the hub names has that one."""
+    from ..errors import CheckpointError
+
+    named = named_sum(path)
+    if named not in (None, found):
+        raise CheckpointError(f"{path}: its sha256 is {found}, the hub's is {named}. Fetch it again: `halfbyte pull`.")
 
 
 def named_sum(path: Path) -> str | None:

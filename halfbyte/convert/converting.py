@@ -28,7 +28,7 @@ def convert(
     quantize: bool = False,
     q_bits: int | None = None,
     q_group_size: int | None = None,
-    q_mode: str = "affine",
+    q_mode: str | None = None,
     quant_predicate: Predicate | str | None = None,
     dtype: str | None = None,
     dequantize: bool = False,
@@ -38,8 +38,9 @@ def convert(
     """Write to the new folder `dst` what the checkpoint in `src` becomes; `dry_run` only says what that is.
 
     `quant_predicate`: a mixture of two widths by layer (mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6), or a function of a
-    module's path and shape that returns True, False, or {"bits", "group_size", perhaps "mode"}. `dtype` is that of all
-    that is not codes; by default what config.json says. progress(done, total) counts bytes written.
+    module's path and shape that returns True, False, or {"bits", "group_size", perhaps "mode"}. `q_mode` is affine if
+    it is not given. `dtype` is that of all that is not codes; by default what config.json says. progress(done, total)
+    counts bytes written.
     """
     source, target = Path(src), Path(dst)
     general = asked_format(quantize, q_bits, q_group_size, q_mode, quant_predicate, dequantize)
@@ -53,16 +54,23 @@ def convert(
 
 
 def asked_format(
-    quantize: bool, bits: int | None, group: int | None, mode: str, predicate: Predicate | str | None, dequantize: bool
+    quantize: bool,
+    bits: int | None,
+    group: int | None,
+    mode: str | None,
+    predicate: Predicate | str | None,
+    dequantize: bool,
 ) -> Format | None:
     """The general format that the options ask for; None without quantisation."""
     if quantize and dequantize:
         raise ValueError("convert: quantize and dequantize exclude each other")
     if not quantize:
-        for name, given in (("q_bits", bits), ("q_group_size", group), ("quant_predicate", predicate)):
+        options = {"q_bits": bits, "q_group_size": group, "q_mode": mode, "quant_predicate": predicate}
+        for name, given in options.items():
             if given is not None:
                 raise ValueError(f"convert: {name} counts only with quantize")
         return None
+    mode = "affine" if mode is None else mode
     if mode not in DEFAULTS:
         raise ValueError(f"convert: q_mode must be one of {', '.join(DEFAULTS)}, got {mode!r}")
     if isinstance(predicate, str) and predicate not in MIXED:

@@ -2,70 +2,91 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
 
-from .. import files
 from ..checkpoint.descriptors import Descriptors
 from ..checkpoint.ledger import Ledger, Mixture
-from ..checkpoint.reading import fill_views
-from ..checkpoint.sidecar import MANIFEST, described, file_size, own_parts, path_of, stride
-from ..checkpoint.spans import Piece
-from .saving import put, require_space, storage
-
-ASIDE = ".tmp-"
+from ..checkpoint.sidecar import MANIFEST, described, file_size, path_of, read_expert, stride
+from ..errors import size
+from .saving import ASIDE, own, put, require_space, storage, sync, write_json
 
 
 def repack(ledger: Ledger, progress: Callable[[int, int], None]) -> int:
-    """Write the sidecar of a checkpoint, into its folder; bytes written. The manifest comes last: until then, and where
-    something goes wrong, nobody knows of the rest.
+    """Write the sidecar of a checkpoint, into its folder; bytes written. All of it is written aside and then put in
+    place: until then an older one stays, and where something goes wrong, nothing of this one does.
     """
     checkpoint, mixtures = ledger.checkpoint, list(ledger.mixtures.values())
-    manifest, total, done = checkpoint.folder / MANIFEST, sum(map(file_size, mixtures)), 0
-    require_space(checkpoint.folder, total)
-    with storage(manifest):
-        manifest.unlink(missing_ok=True)
-    with Descriptors(checkpoint.states) as shards:
-        for layer, mixture in enumerate(mixtures):
-            write_layer(mixture, path_of(checkpoint.folder, layer), shards)
-            done += file_size(mixture)
-            progress(done, total)
-    files.write_whole(manifest, json.dumps(described(checkpoint)).encode(), "the manifest of the experts")
+    total, done = sum(map(file_size, mixtures)), 0
+    with aside(checkpoint.folder) as made:
+        require_space(checkpoint.folder, total)
+        with Descriptors(checkpoint.states) as shards:
+            for layer, mixture in enumerate(mixtures):
+                write_layer(mixture, path_of(made, layer), shards)
+                done += file_size(mixture)
+                progress(done, total)
+        write_json(made / MANIFEST, described(checkpoint))
+        put_in_place(made, checkpoint.folder, [path_of(made, layer).name for layer in range(len(mixtures))])
     return total
 
 
+def lines(ledger: Ledger) -> Iterator[str]:
+    """What `repack` would write, for people: neighbours alike in one line."""
+    sizes = [(mixture.form.gate.shape[0], file_size(mixture)) for mixture in ledger.mixtures.values()]
+    for (experts, nbytes), alike in groupby(range(len(sizes)), sizes.__getitem__):
+        first, *others = (path_of(Path(), layer).name for layer in alike)
+        if others:
+            yield f"{first} to {others[-1]}: {experts} experts each, {size(nbytes)} a file"
+        else:
+            yield f"{first}: {experts} experts, {size(nbytes)}"
+
+
+@contextmanager
+def aside(folder: Path) -> Iterator[Path]:
+    """An empty folder to fill, inside `folder`, that nobody else fills; removed at the end with what is still in it."""
+    made = folder / f"{ASIDE}{MANIFEST}"
+    lock = own(made)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        os.close(lock)
+
+
 def write_layer(mixture: Mixture, path: Path, shards: Descriptors) -> None:
-    """One file, which appears whole."""
-    aside, parts, step = path.with_name(f"{ASIDE}{path.name}"), own_parts(mixture), stride(mixture)
+    step = stride(mixture)
     buffer = memoryview(bytearray(step))
     with storage(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            try:
-                for expert in range(mixture.form.gate.shape[0]):
-                    read_expert([span.entry(expert) for _, _, span in parts], buffer, shards)
-                    put(descriptor, buffer, expert * step)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            aside.replace(path)
-        except BaseException:
+            for expert in range(mixture.form.gate.shape[0]):
+                read_expert(mixture, expert, buffer, shards)
+                put(descriptor, buffer, expert * step)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def put_in_place(made: Path, folder: Path, names: Sequence[str]) -> None:
+    """Move these files of a sidecar, without a manifest between the first and the last: nobody reads a mixture of an
+    older one and this. Where that goes wrong, neither is left.
+    """
+    with storage(folder / MANIFEST):  # an older one that cannot be removed keeps its files
+        (folder / MANIFEST).unlink(missing_ok=True)
+    try:
+        with storage(folder / MANIFEST):
+            sync(folder)
+            for name in names:
+                os.replace(made / name, folder / name)
+            sync(folder)
+            os.replace(made / MANIFEST, folder / MANIFEST)
+            sync(folder)
+    except BaseException:
+        for name in (MANIFEST, *names):
             with suppress(OSError):
-                aside.unlink()
-            raise
-
-
-def read_expert(pieces: Sequence[Piece], buffer: memoryview, shards: Descriptors) -> None:
-    at = 0
-    for piece in pieces:
-        read_piece(piece, buffer[at : at + piece.size], shards)
-        at += piece.size
-
-
-def read_piece(piece: Piece, view: memoryview, shards: Descriptors) -> None:
-    stored = piece.stored
-    with shards.open(stored.path) as descriptor:
-        fill_views(descriptor, stored.path, piece.start, [view], lambda at: stored.name)
+                (folder / name).unlink()
+        raise

@@ -2,7 +2,8 @@
 
 The folder that is being written is `.tmp-halfbyte-NAME`, next to the target and so on its file system. Whoever holds
 its lock owns it; the lock is on the folder itself, so it dies with its process and goes along when the folder is
-renamed. What a dead process has left is taken over by the next one that writes to the same target.
+renamed. What a dead process has left is taken over by the next one that writes to the same target. `repacking` fills
+such a folder too.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ def own(folder: Path) -> int:
         except BlockingIOError:
             os.close(lock)
             target = folder.with_name(folder.name.removeprefix(ASIDE))
-            raise StorageError(f"{target}: another process is writing it. Wait for it, or choose another.") from None
+            raise StorageError(f"{target}: another process is writing it. Wait for it.") from None
         except OSError as error:
             os.close(lock)
             raise StorageError(f"{folder}: {error.strerror or error}. Choose another place.") from None

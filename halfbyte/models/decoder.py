@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import limits
 from ..cache import Cache, Kept
 from ..checkpoint import Weights
+from ..checkpoint.mapping import Guard
 from ..config import Config
 from ..device_experts import DeviceResidency
 from ..residency import Residency
@@ -73,8 +74,10 @@ class Decoder:
             weights.skip("lm_head")
         self.expert_count = self.experts_per_token = 0  # of a layer; a mixture says how many
         self.fingerprint = ""  # of the checkpoint, once it is loaded
+        self.nbytes: int | None = None  # of all weights, then
         # Where its experts are, if not all in one memory.
         self.residency: Residency | DeviceResidency | TieredResidency | None = None
+        self.guard: Guard | None = None  # of the files, where weights are maps of them
         self.compiled = False  # whether compilation.py has seen to its kernels
         self.layers: list[Any] = []
 

@@ -14,6 +14,8 @@ class Qwen3(Decoder):
     def __init__(self, config: Config, weights: Weights) -> None:
         H, heads, kv_heads, D, eps = sizes(config)
         config.must_be("use_sliding_window", False)
+        if others := set(config.list_of("layer_types", str, default=[])) - {"full_attention"}:
+            config.refuse("layer_types", f"only 'full_attention' is implemented, it is {min(others)!r} for some layers")
         super().__init__(config, weights, H, eps)
         turn, biased = rotary.read(config, D, weights.device), config.flag("attention_bias", default=False)
         mixture = config.model_type == "qwen3_moe" and config.integer("num_experts", 0, limits.EXPERTS) > 0

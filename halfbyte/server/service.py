@@ -33,6 +33,7 @@ from .tables import Model
 
 CACHE_SHARE = 0.1  # of memory, for the beginnings of prompts
 SMALLEST = 256  # tokens: a context below this serves nobody
+PAUSE = 0.002  # seconds: see Desk; on a GPU a step leaves the cores to those who write
 
 
 class Service:
@@ -46,7 +47,7 @@ class Service:
         self.cache = new_cache(model, settings, free - budget)
         self.described = Model(tuple(names), self.cache.capacity, model.vocabulary, tokenizer.generation_config)
         self.grammars = Grammars(tokenizer, model.vocabulary)
-        self.desk = Desk(settings.stream_buffer_kb * 1000)
+        self.desk = Desk(settings.stream_buffer_kb * 1000, PAUSE if model.device.type == "cpu" else 0.0)
         self.scheduler = self.desk.scheduler = Scheduler(
             model, self.cache, tokenizer.eos_ids, self.desk.deliver,
             max_queue=settings.max_queue, prefix_bytes=budget, step_seconds=settings.step_seconds,

@@ -43,9 +43,10 @@ class Decoder:
         return self._stops.met
 
     def push(self, id: int) -> str:
-        if self.stopped is not None or id in self._hidden:
+        if self._stops.met is not None or id in self._hidden:
             return ""
-        return self._stops.push(self._text.push(id))
+        text = self._text.push(id)
+        return self._stops.push(text) if self._stops.stops else text
 
     def finish(self) -> str:
         return "" if self.stopped is not None else self._stops.push(self._text.finish()) + self._stops.finish()
@@ -111,7 +112,8 @@ def detokenizer(tokens: Tokenizer) -> Callable[[], Detokenizer]:
     steps = spec["decoders"] if spec.get("type") == "Sequence" else [spec]
     if [step.get("type") for step in steps] == ["ByteLevel"]:
         table: dict[int, bytes] = {}
-        return lambda: ByteLevel(tokens, table)
+        texts: dict[int, str] = {}
+        return lambda: ByteLevel(tokens, table, texts)
     if (fallback := _fallback(steps)) is not None:
         words: dict[int, str | int] = {}
         return lambda: ByteFallback(tokens, words, *fallback)
@@ -119,14 +121,22 @@ def detokenizer(tokens: Tokenizer) -> Callable[[], Detokenizer]:
 
 
 class ByteLevel:
-    """Every token is bytes (GPT-2, Qwen, DeepSeek); characters may span tokens."""
+    """Every token is bytes (GPT-2, Qwen, DeepSeek); characters may span tokens. `texts`: of those that are ASCII."""
 
-    def __init__(self, tokens: Tokenizer, table: dict[int, bytes]) -> None:
-        self.tokens, self.table = tokens, table
+    def __init__(self, tokens: Tokenizer, table: dict[int, bytes], texts: dict[int, str]) -> None:
+        self.tokens, self.table, self.texts = tokens, table, texts
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.between = False  # characters
 
     def push(self, id: int) -> str:
-        return self.utf8.decode(self.bytes_of(id))
+        if not self.between and (text := self.texts.get(id)) is not None:
+            return text
+        data = self.bytes_of(id)
+        text = self.utf8.decode(data)
+        self.between = self.utf8.getstate() != (b"", 0)
+        if data.isascii():
+            self.texts[id] = data.decode("ascii")
+        return text
 
     def finish(self) -> str:
         return self.utf8.decode(b"", final=True)

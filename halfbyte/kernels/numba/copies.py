@@ -95,7 +95,9 @@ def take(source, rows, target):
 def add(target, more):
     """target += more, for integers."""
     alike = target.dtype == more.dtype == torch.int32 and target.shape[-more.ndim :] == more.shape
-    if not alike or not (target.is_contiguous() and more.is_contiguous()):
+    if not alike or not more.is_contiguous():
         return False
+    if not target.is_contiguous():
+        return target.ndim > more.ndim and all(add(part, more) for part in target)
     add_kernel(raw(target), raw(more))
     return True

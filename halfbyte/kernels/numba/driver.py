@@ -180,7 +180,51 @@ class Program:
         self.at, self.walk = self.table.ctypes.data, walk()
 
     def run(self, first=0):
-        stopped = self.walk(self.at, first, self.end)
+        return self.checked(self.walk(self.at, first, self.end))
+
+    def checked(self, stopped):
         if stopped < self.end and self.table[0] != UNUSUAL:
             raise MemoryError("a kernel of a recorded step had no memory")  # of what may fail, only that is left
         return stopped
+
+
+# A loop of Numba's threads whose turns are programs: (table, end, where it has stopped).
+TURN = """
+define void @turn(ptr %arguments, ptr %counts, ptr %steps, ptr %data) {{
+  %row = load ptr, ptr %arguments
+  %table = load ptr, ptr %row
+  %at_end = getelementptr i64, ptr %row, i64 1
+  %end = load i64, ptr %at_end
+  %walk = inttoptr i64 {walk} to ptr
+  %stopped = call i64 %walk(ptr %table, i64 0, i64 %end)
+  %at_stopped = getelementptr i64, ptr %row, i64 2
+  store i64 %stopped, ptr %at_stopped
+  ret void
+}}
+"""
+
+
+@cache
+def turns():
+    """The compiled turn, and the loop that gives each to a thread, as far as there are threads."""
+    (turn,) = addresses_of(TURN.format(walk=ctypes.cast(walk(), ctypes.c_void_p).value), ["turn"])
+    pointers, counts = [ctypes.c_void_p] * 5, [ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
+    loop = ctypes.CFUNCTYPE(None, *pointers, *counts)(binding.address_of_symbol("numba_parallel_for"))
+    return turn, loop
+
+
+class Beside:
+    """Programs that touch nothing of each other's, each by one thread from its beginning to its end."""
+
+    def __init__(self, programs):
+        self.programs = programs
+        self.turn, self.loop = turns()
+        self.rows = np.array([(one.at, one.end, 0) for one in programs], np.int64)
+        self.arguments = np.array([self.rows.ctypes.data], np.int64)
+        self.counts, self.steps = np.array([len(programs)], np.int64), np.array(self.rows.strides[:1], np.int64)
+
+    def run(self):
+        """Where each has stopped."""
+        pointers = (one.ctypes.data for one in (self.arguments, self.counts, self.steps))
+        self.loop(self.turn, *pointers, None, 0, 1, len(self.programs))
+        return [one.checked(stopped) for one, stopped in zip(self.programs, self.rows[:, 2].tolist(), strict=True)]

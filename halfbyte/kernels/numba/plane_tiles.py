@@ -1,5 +1,7 @@
 """Tiles of 32 rows of weights for planes.py: unpacked, turned so that lanes are rows, and multiplied."""
 
+from functools import reduce
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -11,6 +13,7 @@ from .planes import Planes, summed_products
 
 ROWS = 4  # of activations that a tile of weights is multiplied with at a time
 TILE = 2 * WIDTH  # weight rows of a tile
+FEW_GROUPS, SHORT = (1, 2, 4), 8  # groups and words of rows that are so short that sixteen are read as they lie
 
 
 def turned(builder, vectors):
@@ -31,6 +34,31 @@ def turned(builder, vectors):
     return vectors
 
 
+def rows_from(builder, row, last):
+    """Sixteen rows; those after `last` repeat it."""
+    each = [builder.add(row, I64(lane)) for lane in range(WIDTH)]
+    return [builder.select(builder.icmp_signed(">", one, last), last, one) for one in each]
+
+
+def in_a_row(builder, place, kind, G, left):
+    """Sixteen rows of G numbers, one after another, transposed; `left` of them are there, of others nothing is read."""
+    vectors = []
+    for index in range(G):
+        here = builder.gep(builder.bitcast(place, kind.as_pointer()), [I64(index)])
+        vectors.append(read(builder, here, kind, builder.sub(left, I64(WIDTH * index))))
+    return strided(builder, vectors)
+
+
+def strided(builder, vectors):
+    """Of G vectors in a row every G-th number: lane i of vector g is number i G + g. G is a power of two."""
+    if len(vectors) == 1:
+        return vectors
+    pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
+    sides = [ir.Constant(IVEC, list(range(odd, 2 * WIDTH, 2))) for odd in (0, 1)]
+    even, odd = (strided(builder, [builder.shuffle_vector(a, b, side) for a, b in pairs]) for side in sides)
+    return [one for both in zip(even, odd, strict=True) for one in both]
+
+
 @intrinsic
 def plane_codes(typing, form, grouping, planes, K, words, row, last, block, lanes, codes, to):
     """Unpack one block of sixteen weight rows from `row` on (those after `last` repeat it), lanes being rows.
@@ -44,19 +72,27 @@ def plane_codes(typing, form, grouping, planes, K, words, row, last, block, lane
         data = context.make_array(signature.args[9])(context, builder, args[9]).data
         target = builder.bitcast(builder.gep(data, [args[10]]), I8.as_pointer())
         width = builder.udiv(builder.mul(K, I64(layout.bits)), I64(8))
-        found = []
-        for lane in range(WIDTH):
-            one = builder.add(row, I64(lane))
-            one = builder.select(builder.icmp_signed(">", one, last), last, one)
-            start = builder.add(builder.mul(one, width), builder.mul(block, I64(layout.row_bytes(layout.block))))
-            place = builder.inttoptr(builder.add(words, start), I8.as_pointer())
-            found.append(layout.words(builder, place, n))
-        if not layout.in_words:
-            found = [layout.unpacked(builder, one)[0] for one in found]
-        for w, vector in enumerate(turned(builder, found)):
-            for j, one in enumerate(layout.unpacked(builder, vector) if layout.in_words else [vector]):
-                pointer = builder.gep(target, [I64((w * layout.passes + j) * 4 * TILE)])
-                builder.store(one, builder.bitcast(pointer, IVEC.as_pointer()), align=4)
+
+        def place_of(row):
+            start = builder.add(builder.mul(row, width), builder.mul(block, I64(layout.row_bytes(layout.block))))
+            return builder.inttoptr(builder.add(words, start), I8.as_pointer())
+
+        def keep(found):
+            for w, vector in enumerate(found):
+                for j, one in enumerate(layout.unpacked(builder, vector) if layout.in_words else [vector]):
+                    pointer = builder.gep(target, [I64((w * layout.passes + j) * 4 * TILE)])
+                    builder.store(one, builder.bitcast(pointer, IVEC.as_pointer()), align=4)
+
+        short = builder.icmp_signed("==", width, I64(4 * SHORT if layout.in_words else -1))
+        with builder.if_else(short) as (few, many):
+            with few:
+                rows = builder.add(builder.sub(last, row), I64(1))
+                keep(in_a_row(builder, place_of(row), IVEC, SHORT, builder.mul(rows, I64(SHORT))))
+            with many:
+                found = [layout.words(builder, place_of(one), n) for one in rows_from(builder, row, last)]
+                if not layout.in_words:
+                    found = [layout.unpacked(builder, one)[0] for one in found]
+                keep(turned(builder, found))
         return context.get_dummy_value()
 
     intp = types.intp
@@ -72,16 +108,25 @@ def plane_scales(typing, form, grouping, K, scales, row, last, first, groups, ta
         K, scales, row, last, first, groups = args[2:8]
         data = context.make_array(signature.args[8])(context, builder, args[8]).data
         G, kind = builder.udiv(K, I64(layout.group)), ir.VectorType(layout.stored, WIDTH)
-        found = []
-        for lane in range(WIDTH):
-            one = builder.add(row, I64(lane))
-            one = builder.select(builder.icmp_signed(">", one, last), last, one)
-            start = builder.mul(builder.add(builder.mul(one, G), first), I64(layout.stored_bytes))
-            place = builder.inttoptr(builder.add(scales, start), I8.as_pointer())
-            found.append(widened(builder, read(builder, place, kind, groups)))
-        for g, vector in enumerate(turned(builder, found)):
-            pointer = builder.gep(data, [builder.add(args[9], I64(g * TILE))])
-            builder.store(vector, builder.bitcast(pointer, FVEC.as_pointer()), align=4)
+
+        def place_of(row):
+            start = builder.mul(builder.add(builder.mul(row, G), first), I64(layout.stored_bytes))
+            return builder.inttoptr(builder.add(scales, start), I8.as_pointer())
+
+        def keep(found):
+            for g, vector in enumerate(found):
+                pointer = builder.gep(data, [builder.add(args[9], I64(g * TILE))])
+                builder.store(vector, builder.bitcast(pointer, FVEC.as_pointer()), align=4)
+
+        rows = builder.add(builder.sub(last, row), I64(1))
+        few = [(count, builder.icmp_signed("==", G, I64(count))) for count in FEW_GROUPS]
+        for count, alike in few:
+            with builder.if_then(alike):
+                found = in_a_row(builder, place_of(row), kind, count, builder.mul(rows, G))
+                keep([widened(builder, one) for one in found])
+        with builder.if_then(builder.not_(reduce(builder.or_, [alike for _, alike in few]))):
+            found = [read(builder, place_of(one), kind, groups) for one in rows_from(builder, row, last)]
+            keep(turned(builder, [widened(builder, one) for one in found]))
         return context.get_dummy_value()
 
     intp = types.intp

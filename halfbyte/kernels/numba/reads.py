@@ -1,4 +1,5 @@
-"""Reads of files for threads that need nothing of Python meanwhile: its lock least of all, which kernels hold."""
+"""Reads of files for threads that need nothing of Python meanwhile, its lock least of all, which kernels hold; and a
+look at what was read."""
 
 import numpy as np
 from llvmlite import ir
@@ -58,28 +59,82 @@ def read_runs(taken, runs, places, pages, page, clock, ended):
 
 
 @inner
-def read_rest(taken, files, places, flags, filled):
+def read_rest(taken, descriptors, starts, experts, slots, memory, sizes, flags, places, filled):
     """One thread's part of what `read_kept` does."""
-    one = one_more(taken.ctypes.data)
-    while one < files.shape[0]:
-        descriptor, start = files[one]
+    parts, one = sizes.size, one_more(taken.ctypes.data)
+    while one < filled.size:
+        row, part = one // parts, one % parts
+        path, start = starts[experts[row], part]
+        places[one, 0], places[one, 1] = memory[part] + slots[row] * sizes[part], sizes[part]
         table = np.uintp(places[one:].ctypes.data)
-        filled[one] = preadv2(np.intc(descriptor), table, np.intc(1), start, np.intc(flags)) == places[one, 1]
+        count = preadv2(np.intc(descriptors[path]), table, np.intc(1), start, np.intc(flags))
+        filled[one] = count == sizes[part]
         one = one_more(taken.ctypes.data)
 
 
 @kernel
-def kept_kernel(taken, files, places, flags, threads, filled):
+def kept_kernel(taken, descriptors, starts, experts, slots, memory, sizes, flags, threads, places, filled):
     for _ in prange(threads):
-        read_rest(taken, files, places, flags, filled)
+        read_rest(taken, descriptors, starts, experts, slots, memory, sizes, flags, places, filled)
 
 
-def read_kept(files, places, flags):
-    """Fill memory with what the system has of files in its own, on all threads; of which places [R] it had all.
+def read_kept(descriptors, starts, experts, slots, memory, sizes, flags):
+    """Fill slots with what the system has of experts in its own memory, on all threads; of which parts it had all.
 
-    files [R, 2]: descriptor and start   places [R, 2]: address and size, as the system wants them   All int64.
-    flags: what has the system answer at once where it would have to read
+    descriptors: of the files   starts [E, P, 2]: the number of a file, and where a part starts there   experts, slots
+    [R]: which expert, into which slot   memory, sizes [P]: the address of the first slot's part, and the bytes of one.
+    All int64.   flags: what has the system answer at once where it would have to read   ->   bool [R, P]
     """
-    taken, filled = np.zeros(1, np.int64), np.zeros(len(files), np.bool_)
-    kept_kernel(taken, files, places, flags, get_num_threads(), filled)
+    taken, filled = np.zeros(1, np.int64), np.zeros((len(experts), len(sizes)), np.bool_)
+    places = np.empty((filled.size, 2), np.int64)  # as the system wants them
+    threads = get_num_threads()
+    kept_kernel(taken, descriptors, starts, experts, slots, memory, sizes, flags, threads, places, filled.reshape(-1))
     return filled
+
+
+@intrinsic(prefer_literal=True)
+def bits_at(typing, address, width):
+    """The integer of so many bytes (a constant) at an address."""
+    size = width.literal_value
+
+    def generate(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], ir.IntType(8 * size).as_pointer())
+        return builder.zext(builder.load(pointer), ir.IntType(64))
+
+    return types.int64(types.int64, width), generate
+
+
+@inner
+def has_all_bits(address, count, width, mask):
+    """Whether one of `count` integers of `width` bytes has all bits of the mask."""
+    found = False
+    if width == 1:
+        for i in range(count):
+            found |= (bits_at(address + i, 1) & mask) == mask
+    elif width == 2:
+        for i in range(count):
+            found |= (bits_at(address + 2 * i, 2) & mask) == mask
+    else:
+        for i in range(count):
+            found |= (bits_at(address + 4 * i, 4) & mask) == mask
+    return found
+
+
+@kernel
+def numbers_kernel(slots, memory, sizes, widths, masks, found):
+    parts = sizes.size
+    for one in prange(found.size):
+        row, part = one // parts, one % parts
+        address = memory[part] + slots[row] * sizes[part]
+        found[one] = has_all_bits(address, sizes[part] // widths[part], widths[part], masks[part])
+
+
+def are_numbers(slots, memory, sizes, widths, masks):
+    """Whether in none of these slots a value has all the bits that mark NaN and infinities.
+
+    memory, sizes, widths, masks [P]: the address of the first slot's part, the bytes of one, of one value of it, and
+    those bits.   All int64.
+    """
+    found = np.zeros(len(slots) * len(sizes), np.bool_)
+    numbers_kernel(slots, memory, sizes, widths, masks, found)
+    return not found.any()

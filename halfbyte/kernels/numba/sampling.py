@@ -382,12 +382,25 @@ def penalised(logits, params):
     return floats(y)
 
 
+@alone
+def logarithms_kernel(x, y):
+    """Of each number; of 0, minus infinity."""
+    for i in range(x.size):
+        y[i] = np.float32(np.log(np.float64(x[i])))
+
+
+def logarithms(numbers):
+    y = np.empty(numbers.numel(), np.float32)
+    logarithms_kernel(floats(numbers), y)
+    return y
+
+
 def sample(logits, params, seeds, positions, *, out=None):
     B, V = logits.shape
     free = all(penalty is None for penalty in (params.repetition, params.presence, params.frequency))
     x, temperature = floats(logits) if free else penalised(logits, params), floats(params.temperature)
     top_k = NO_IDS if params.top_k is None else raw(params.top_k.to(torch.int32))
-    log_least = NOTHING if params.min_p is None else floats(params.min_p.to(torch.float32).log())
+    log_least = NOTHING if params.min_p is None else logarithms(params.min_p)
     ids = torch.empty(B, dtype=torch.int32)
     rows = np.empty(B, np.float32), np.empty(B, np.float32), np.empty(B, np.int64), raw(ids)
     peaks = np.empty((B, -(-V // BLOCK)), np.float32)

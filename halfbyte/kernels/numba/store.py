@@ -6,10 +6,14 @@ that a new version compiles only what it changes. A file begins with the digest 
 its name. So a damaged file counts as missing, and where processes compile the same kernel at the
 same time either's file will do. (Numba's own cache numbers its files and lists them in an index: two processes can make
 an entry name the other's file.)
+
+What is kept is executed. So neither a folder nor a file is used that belongs to, or can be written by, anybody else.
 """
 
 import atexit
+import errno
 import hashlib
+import logging
 import os
 import pickle
 import platform
@@ -31,6 +35,7 @@ from numba.core.compiler import CompileResult
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
+log = logging.getLogger(__name__)
 HERE = Path(__file__).parent
 LAYOUT = "2"  # of the names in this folder
 DIGEST = hashlib.sha256().digest_size
@@ -79,17 +84,21 @@ def sources(module):
 
 @cache
 def folder():
-    """The folder of this version; one of this process where the user's is not ours to write; None where none is."""
+    """The folder of this version; one of this process where that is not ours, or not ours alone; None where none is."""
     wanted = base() / version()
-    with suppress(OSError):
-        new = not wanted.exists()
-        wanted.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if private(wanted):
-            with tempfile.TemporaryFile(dir=wanted):
-                os.utime(wanted)  # in use
-            if new:
-                remove_unused(wanted)
-            return wanted
+    try:
+        have_private(wanted.parent)  # whoever can write there puts another in the place of the one below
+        new = have_private(wanted)
+        with tempfile.TemporaryFile(dir=wanted):
+            os.utime(wanted)  # in use
+        if new:
+            remove_unused(wanted)
+        return wanted
+    except OSError as error:
+        log.warning(
+            "%s: %s. Until then CPU kernels are compiled at every start; XDG_CACHE_HOME names another place for them.",
+            error.filename or wanted, error.strerror or error,
+        )  # fmt: skip
     with suppress(OSError):
         passing = Path(tempfile.mkdtemp(prefix="halfbyte-numba-"))
         atexit.register(shutil.rmtree, passing, ignore_errors=True)
@@ -104,16 +113,36 @@ def state():
     return {"folder": str(wanted), "lasts": used == wanted, "kernels": len(sizes), "bytes": sum(sizes)}
 
 
-def private(path):
-    """Whether nobody else can put code into this folder: it is executed."""
+def have_private(path):
+    """Make a folder, with those above it that are missing, for us alone, or refuse the one there is; whether it is new.
+
+    Whoever made what was there above it may have meant others to read it.
+    """
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    for one in reversed(missing):
+        one.mkdir(mode=0o700, exist_ok=True)  # another process may have been faster
+    if why := exposed(path.stat()):
+        remedy = f"`chmod 700 '{path}'` if nobody else has put anything there, else remove it"
+        raise PermissionError(errno.EACCES, f"{why}, and what lies there is executed: {remedy}", str(path))
+    return path in missing
+
+
+def exposed(found):
+    """Why somebody else may have written what this is the state of; "" where nobody else can have."""
     if not hasattr(os, "geteuid"):
-        return True
-    found = path.stat()
+        return ""
     if found.st_uid != os.geteuid():
-        return False
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        path.chmod(0o700)
-    return True
+        return "it belongs to another user"
+    return "others can write to it" if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
+
+
+@cache
+def warn_of_files(where):
+    """Once for a folder, as it was perhaps open to others before."""
+    log.warning(
+        "%s: files in it belong to another user, or others can write to them. They are not executed, but compiled "
+        "again; if that recurs, remove the folder.", where,
+    )  # fmt: skip
 
 
 def remove_unused(current):
@@ -177,7 +206,11 @@ class Kept:
         path = self.path(signature)
         if path is None:
             raise FileNotFoundError("nothing is kept: no folder can be written to")
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            if exposed(os.fstat(file.fileno())):  # of what was opened: a name may come to mean another file
+                warn_of_files(path.parent)
+                raise PermissionError("not ours alone to write")
+            data = file.read()
         with suppress(OSError):
             os.utime(path)  # in use
         if hashlib.sha256(data[DIGEST:]).digest() != data[:DIGEST]:
@@ -199,7 +232,8 @@ class Kept:
             return
         passing = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            passing.write_bytes(hashlib.sha256(data).digest() + data)
+            with open(passing, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(hashlib.sha256(data).digest() + data)
             passing.replace(path)
             remove_old(path.parent)
         except OSError:

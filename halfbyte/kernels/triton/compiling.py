@@ -5,11 +5,16 @@ not in Triton's cache on the disk yet is compiled by processes that need no GPU,
 goes wrong in them only leaves more to compile at the first launch.
 """
 
+import atexit
 import hashlib
+import logging
 import os
 import pickle
+import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from importlib import import_module
@@ -18,10 +23,12 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 
 import triton
+from triton import knobs
 from triton.compiler import ASTSource, make_backend
 from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key, get_cache_manager
 from triton.runtime.jit import JITFunction
 
+log = logging.getLogger(__name__)
 ROOT = str(Path(__file__).parents[3])
 START = f"import sys; sys.path.insert(0, {ROOT!r}); from {__name__} import serve; serve()"
 MARK = "prepared.txt"
@@ -89,6 +96,7 @@ def prepare(steps, progress=None, subject=""):
     progress(done, total) counts them; where there are none it is not called. A rehearsal takes seconds: of a `subject`
     that was prepared once, by the same sources, nothing is rehearsed again. A mark in Triton's cache says so.
     """
+    have_cache()
     mark = get_cache_manager(hashlib.sha256(f"{subject} {sources()} {triton.__version__}".encode()).hexdigest())
     if subject and mark.get_file(MARK) is not None:
         return 0
@@ -96,6 +104,28 @@ def prepare(steps, progress=None, subject=""):
     if subject:
         mark.put(subject, MARK, binary=False)
     return count
+
+
+@cache
+def have_cache():
+    """Have Triton keep what it compiles: in a folder of this process where its own is no place, or everybody's."""
+    wanted = knobs.cache.dir
+    try:
+        os.makedirs(wanted, mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=wanted):
+            pass
+        if not hasattr(os, "geteuid") or not os.stat(wanted).st_mode & stat.S_IWOTH:  # Windows has no such bit
+            return
+        why = "everybody can write to it, and what lies there is executed"
+    except OSError as error:
+        why = error.strerror or error
+    passing = tempfile.mkdtemp(prefix="halfbyte-triton-")
+    atexit.register(shutil.rmtree, passing, ignore_errors=True)
+    knobs.cache.dir = passing  # in the environment too, for the processes that compile
+    log.warning(
+        "%s: %s. Until then GPU kernels are compiled at every start, in a temporary folder; TRITON_CACHE_DIR names "
+        "another place for them.", wanted, why,
+    )  # fmt: skip
 
 
 def sources():
