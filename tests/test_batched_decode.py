@@ -5,7 +5,7 @@ import torch
 
 from halfbyte.cases.case import Random
 from halfbyte.check import error_ratio
-from halfbyte.kernels.triton import eights, experts
+from halfbyte.kernels.triton import eights, exact, experts
 from halfbyte.kernels.triton.device import make_deterministic
 from halfbyte.ops.attention import attention, latent_attention
 from halfbyte.ops.dispatch import using
@@ -57,6 +57,22 @@ def test_rows_are_as_accurate_as_the_body(M, N, K):
 
 def test_heads_have_a_matrix_each():
     assert error_ratio(qmm, (n(6, 3, 256), packed(3, 40, 256)), {}) <= 2
+
+
+def test_exact_products_of_more_rows_than_a_launch_takes(monkeypatch):
+    """CUDA counts to 65535 along the axis of a grid that has the rows of all heads."""
+    x, w, kernel, launched = n(11, 3, 64, dtype=torch.float32), packed(3, 20, 64), exact.exact_kernel, []
+
+    class Noted:
+        def __getitem__(self, grid):
+            launched.append(grid[1])
+            return kernel[grid]
+
+    whole = qmm(x, w)
+    monkeypatch.setattr(exact, "exact_kernel", Noted())
+    monkeypatch.setattr(exact, "MOST", 7)
+    assert torch.equal(qmm(x, w), whole)
+    assert launched == [6, 6, 6, 6, 6, 3]
 
 
 @pytest.mark.parametrize("blocks", [2, 4, 8])

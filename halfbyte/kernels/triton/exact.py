@@ -12,6 +12,7 @@ from .dequant import codes, factor_of, group_values, matrix_of, operand, values
 
 WEIGHTS = 1 << 15
 ROWS, COLUMNS = 16, 128  # of a tile of weights; a multiple of every unit and group
+MOST = 65535  # rows of all heads that a launch takes: CUDA counts no further along a grid's second axis
 
 
 def small(x, w):
@@ -82,8 +83,12 @@ def multiply_exactly(x, ids, w, y, transpose=True):
     rows, heads, width = y.shape
     N, K = w.shape[-2:]
     given, form, scaled = operand(w)
-    exact_kernel[(triton.cdiv(width, ROWS if transpose else COLUMNS), rows * heads)](
-        x, ids, given, y, N, K, heads, x.stride(0), x.stride(1), y.stride(0), y.stride(1),
-        FORMAT=form, SCALED=scaled, TRANSPOSE=transpose, R=ROWS, C=COLUMNS, num_warps=4,
-    )  # fmt: skip
+    tiles, together = triton.cdiv(width, ROWS if transpose else COLUMNS), max(MOST // heads, 1)
+    for first in range(0, rows, together):
+        part = slice(first, first + together)
+        exact_kernel[(tiles, min(together, rows - first) * heads)](
+            x[part], None if ids is None else ids[part], given, y[part], N, K, heads,
+            x.stride(0), x.stride(1), y.stride(0), y.stride(1),
+            FORMAT=form, SCALED=scaled, TRANSPOSE=transpose, R=ROWS, C=COLUMNS, num_warps=4,
+        )  # fmt: skip
     return y
