@@ -42,12 +42,13 @@ class Account:
     cache_per_token: int
     cache_windows: int  # of layers that look back a window only, when it is full
 
-    def cache(self, tokens: int) -> int:
-        return self.cache_fixed + self.cache_windows + tokens * self.cache_per_token
+    def cache(self, tokens: int, wide: bool = False) -> int:
+        """Of one text; `wide`: with activations of float32, as on a CPU."""
+        return self.state(wide) + (1 + wide) * (self.cache_windows + tokens * self.cache_per_token)
 
-    def cache_float32(self, tokens: int) -> int:
-        """The same with activations of float32."""
-        return self.cache_fixed_float32 + 2 * (self.cache_windows + tokens * self.cache_per_token)
+    def state(self, wide: bool = False) -> int:
+        """What of that is the same for every text."""
+        return self.cache_fixed_float32 if wide else self.cache_fixed
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -11,6 +11,7 @@ from pathlib import Path
 from .errors import CheckpointError, StorageError, shown, size
 
 AGAIN = "Download it again: `halfbyte pull --force`."
+REPACK_AGAIN = "Make it again, `halfbyte convert MODEL --repack`, or remove experts.json."
 IMPOSTORS = (
     (b"version https://git-lfs", "a Git-LFS pointer", "Fetch the file itself: `git lfs pull`."),
     (b"<!doctype html", "an HTML page", AGAIN),
@@ -47,6 +48,11 @@ def find(folder: Path, name: str) -> Path:
     if not stat.S_ISREG(kind):
         raise CheckpointError(f"{path}: not a regular file. {AGAIN}")
     return path
+
+
+def remedy(path: Path) -> str:
+    """What to do about a file of weights that is damaged: shards were downloaded, repacked experts were made here."""
+    return REPACK_AGAIN if path.suffix == ".bin" else AGAIN
 
 
 def lacks(folder: Path, what: str) -> CheckpointError:

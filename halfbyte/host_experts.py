@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import memory
 from .checkpoint import finite
+from .checkpoint.finite import Check
 from .checkpoint.ledger import Ledger, Mixture
 from .checkpoint.reading import Progress, Target, direct, fill, read
 from .errors import NotEnoughMemory, size
@@ -39,7 +40,9 @@ def own(experts: Experts) -> list[Tensor]:
     return [part for part in found if part.shape[:1] == (experts.gate.shape[0],)]
 
 
-def in_host_memory(ledger: Ledger, progress: Progress | None = None) -> tuple[dict[str, Experts], list[Tensor]]:
+def in_host_memory(
+    ledger: Ledger, progress: Progress | None = None, check: Check = "sampled"
+) -> tuple[dict[str, Experts], list[Tensor]]:
     """The experts of a checkpoint, read into host memory; and that memory, an area a layer, which is to be pinned."""
     require_as_stored(ledger.checkpoint.folder, ledger.mixtures)
     areas, targets, found = [], [], {}
@@ -56,14 +59,14 @@ def in_host_memory(ledger: Ledger, progress: Progress | None = None) -> tuple[di
                 targets.append(Target(stored.path, stored.name, start, flat[inside : inside + count]))
                 inside += count
             at += -(-span.size // ALIGNED) * ALIGNED
-        found[name] = joined(ledger, mixture, tensors)
+        found[name] = joined(ledger, mixture, tensors, check)
     fill(ledger.checkpoint.states, targets, direct, progress)
     named = {
         span.name: part
         for experts, mixture in zip(found.values(), ledger.mixtures.values(), strict=True)
         for span, part in zip(parts_of(mixture).values(), own(experts), strict=True)
     }
-    finite.check(ledger.checkpoint.folder, named, ledger.stacks, ledger.modes, "sampled")
+    finite.check(ledger.checkpoint.folder, named, ledger.stacks, ledger.modes, check)
     return found, areas
 
 
@@ -71,12 +74,13 @@ def room_for(mixture: Mixture) -> int:
     return sum(-(-span.size // ALIGNED) * ALIGNED for span in parts_of(mixture).values())
 
 
-def joined(ledger: Ledger, mixture: Mixture, tensors: Mapping[tuple[int, str], Tensor]) -> Experts:
+def joined(ledger: Ledger, mixture: Mixture, tensors: Mapping[tuple[int, str], Tensor], check: Check) -> Experts:
     """Experts of these parts; what they share is read now."""
     shared = [
         span for at, spans in enumerate(mixture.parts) for name, span in spans.items() if (at, name) not in tensors
     ]
     common = read(ledger.checkpoint.states, shared, CPU)
+    finite.check(ledger.checkpoint.folder, common, set(), ledger.modes, check)
     projections, forms = [], (mixture.form.gate, mixture.form.up, mixture.form.down)
     for at, (form, spans) in enumerate(zip(forms, mixture.parts, strict=True)):
         parts = {

@@ -56,7 +56,8 @@ def load_model(
     `expert_cache`: experts stay on disk, and so many bytes of them in host memory (CPU, CUDA); results are the same.
     `allowed` says more of what it may take; without a word, experts stay on disk where memory has no room for all.
     `top_k_experts`: fewer experts a token than the model was made for. That is another, worse model.
-    `check`: what is looked through for NaN and infinities: "sampled" is a few experts and all else, or "all", "none".
+    `check`: what is looked through for NaN and infinities: "sampled" is a few experts and all else, or "all", "none";
+    experts that stay on disk always are, when they are first read.
     """
     target = pick_device(device)
     checkpoint = checkpoints.open(path, set(MODELS))
@@ -81,7 +82,7 @@ def load_model(
         if target.type == "cpu":
             residency = resident_experts(made, skeleton.ledger, allowed, expert_policy)
         elif target.type == "cuda":
-            residency = experts_beside(made, skeleton.ledger, target, allowed, expert_policy, progress)
+            residency = experts_beside(made, skeleton.ledger, target, allowed, expert_policy, check, progress)
         elif allowed.expert_cache is not None and skeleton.ledger.mixtures:
             raise UsageError(f"an expert cache is for CPU and CUDA: on {target}, all experts are in its memory")
     lenders = None if residency is None else residency.lenders
@@ -111,7 +112,7 @@ def use_fewer_experts(config: Config, count: int) -> str:
 
 
 def experts_beside(
-    made: Decoder, ledger: Ledger, device: torch.device, allowed: Allowed, policy: str,
+    made: Decoder, ledger: Ledger, device: torch.device, allowed: Allowed, policy: str, check: Check = "sampled",
     progress: Callable[[int, int], None] | None = None,
 ) -> DeviceResidency | TieredResidency | None:  # fmt: skip
     """Experts in host memory, where the device has no room for all, and on disk, where the host has none either; None
@@ -125,7 +126,7 @@ def experts_beside(
     buffers = BUFFERS if placed.cache is None else TIERED_BUFFERS
     slots = plan_slots(mixtures, room.experts, room.most, per_token, room.beside, buffers)
     if placed.cache is None:
-        hosts, areas = in_host_memory(ledger, progress)
+        hosts, areas = in_host_memory(ledger, progress, check)
         found = DeviceResidency(hosts, slots, device, areas)
         log.warning("%s has room for %s of its experts; the others come from host memory", device, size(found.nbytes))
         return found

@@ -4,8 +4,11 @@ import json
 import shutil
 
 import pytest
+import torch
 
+from halfbyte.cache import bytes_of
 from halfbyte.cli import main
+from halfbyte.loading import load_model
 
 
 @pytest.fixture()
@@ -46,12 +49,23 @@ def test_plan_measures_and_says_whether_it_fits(ask, folder, monkeypatch):
     status, text, _ = ask("plan", folder, "--device", "cpu", "--context", "100")
     assert status == 0 and "it fits" in text and "tok/s" in text
     values = json.loads(ask("plan", folder, "--device", "cpu", "--context", "100", "--json")[1])
-    assert values["device_bytes"] == 888232 + 205824 + 100 * 512
+    model = load_model(folder)
+    kept = bytes_of(model.kept, 1, 100, 1, torch.float32)  # as on a CPU: twice what a GPU keeps of each token
+    assert values["device_bytes"] == 888232 + kept and kept > 205824 + 100 * 2 * 512
+    more = values["bytes_per_token"] + kept - bytes_of(model.kept, 1, 0, 1, torch.float32)
+    assert values["tokens_per_second_at_context"] == pytest.approx(values["read_bytes_per_second"] / more)
     speed = values["read_bytes_per_second"] / values["bytes_per_token"]
     assert values["tokens_per_second_at_most"] == pytest.approx(speed)
     monkeypatch.setattr("halfbyte.memory.available", lambda device: 1000)
     status, text, _ = ask("plan", folder, "--device", "cpu")
     assert status == 0 and "too little" in text and "--ram" in text
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_plan_of_a_device_that_is_not_here(ask, folder, capsys, monkeypatch, device):
+    monkeypatch.setattr(torch.cuda if device == "cuda" else torch.backends.mps, "is_available", lambda: False)
+    refused(ask, "plan", folder, "--device", device)
+    assert "argument --device: torch finds no" in capsys.readouterr().err
 
 
 def test_doctor_says_what_is_used_and_why_not_the_rest(ask):

@@ -4,8 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
+
+from halfbyte.kernels.triton import compiling
 
 TESTS = Path(__file__).parent
 SCRIPT = f"""
@@ -77,3 +81,33 @@ def test_a_folder_that_cannot_be_used_is_named_once(tmp_path, place):
     assert said.startswith("[0, 0] ") and "halfbyte-triton-" in said
     assert len(warnings) == 1 and warnings[0].startswith(f"{place}: ") and "TRITON_CACHE_DIR" in warnings[0]
     assert not Path(said.removeprefix("[0, 0] ")).exists(), "it is that process's"
+
+
+class State(NamedTuple):
+    st_mode: int
+    st_uid: int
+    st_gid: int
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no owners here")
+@pytest.mark.parametrize(
+    ("mode", "owner", "members", "why"),
+    [
+        (0o755, 1000, ["me"], ""),
+        (0o775, 1000, ["me"], ""),  # the group that most systems make for each user
+        (0o775, 1000, ["me", "you"], "its group can write to it"),
+        (0o757, 1000, ["me"], "everybody can write to it"),
+        (0o700, 1001, ["me"], "it belongs to another user"),
+    ],
+)
+def test_folders_that_others_could_put_code_into(mode, owner, members, why, monkeypatch):
+    import grp
+    import pwd
+
+    mine, yours = Mock(pw_name="me", pw_gid=1000), Mock(pw_name="you", pw_gid=1001)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(pwd, "getpwall", lambda: [mine, yours])
+    monkeypatch.setattr(pwd, "getpwuid", {1000: mine}.__getitem__)
+    monkeypatch.setattr(grp, "getgrgid", {1000: Mock(gr_mem=members)}.__getitem__)
+    assert compiling.exposed(State(mode, owner, 1000)) == why
+    assert compiling.exposed(State(0o775, 1000, 4242)) == "its group can write to it", "nobody knows who is in it"

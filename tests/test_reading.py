@@ -249,6 +249,20 @@ def test_row_58_a_map_of_too_many_shards(tmp_path):
             mapping.map_files(states, spans)
 
 
+def test_row_58_maps_that_leave_no_descriptors_to_watch_their_files_by(tmp_path):
+    folder = save(tmp_path, stored={"model.norm.weight": torch.zeros(1)})
+    for i in range(40):
+        save_file({f"model.x.{i}": torch.zeros(5)}, folder / f"model-{i}.safetensors")
+    states, spans = every_span(folder)
+    maps = mapping.map_files(states, spans)
+    with (
+        limited(resource.RLIMIT_NOFILE, 64),
+        pytest.raises(StorageError, match=r"files\. Load without a map, or allow"),
+    ):
+        mapping.Guard(states)
+    assert mapping.Guard(states) and maps
+
+
 def test_a_map_is_for_the_cpu(folder):
     with pytest.raises(ValueError, match='"map" is for the CPU, not for cuda'):
         skeleton(folder).load("cuda", load="map")

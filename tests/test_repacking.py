@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from streaming import TINY, budget_of, mixtures_of, shard, tokens
 
 from halfbyte import cli, expert_reader
@@ -174,12 +175,67 @@ def test_what_a_dead_process_left_is_taken_over(copied, repacked_bytes):
     assert contents(copied) == repacked_bytes and not list(copied.glob(".tmp*"))
 
 
-def test_a_folder_that_takes_no_files_is_refused(copied, monkeypatch, capsys):
-    (copied / f"{saving.ASIDE}{MANIFEST}").symlink_to(copied)  # not followed: what it links to would be emptied
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_what_is_in_the_way_is_named_and_stays(copied, capsys, kind):
+    way = copied / f"{saving.ASIDE}{MANIFEST}"
+    if kind == "link":
+        way.symlink_to(copied)  # not followed: what it links to would be emptied
+    else:
+        way.write_text("somebody's")
     before = contents(copied)
+    assert cli.main(["convert", str(copied), "--repack"]) == 5
+    assert f"{way}: it is in the way" in capsys.readouterr().err and contents(copied) == before
+
+
+def test_a_folder_that_takes_no_files_is_refused(copied, monkeypatch, capsys):
+    def refuse(path, mode=0o777):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    before = contents(copied)
+    monkeypatch.setattr(os, "mkdir", refuse)
     with pytest.raises(SystemExit) as ended:
         cli.main(["convert", str(copied), "--repack"])
-    assert ended.value.code == 2 and "is not writable" in capsys.readouterr().err and contents(copied) == before
+    monkeypatch.undo()
+    assert ended.value.code == 2 and contents(copied) == before
+    assert f"{copied} is not writable (Permission denied). Make it so, or use another." in capsys.readouterr().err
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(copied, capsys):
+    (copied / "experts-03.bin").mkdir()
+    assert cli.main(["convert", str(copied), "--repack"]) == 5
+    assert f"{copied / 'experts-03.bin'}: Is a directory" in capsys.readouterr().err
+
+
+def test_what_could_not_be_used_is_not_written(copied, capsys):
+    weights = load_file(shard(copied))
+    name = next(name for name in weights if name.endswith("layers.3.mlp.switch_mlp.up_proj.biases"))
+    weights[name] = weights[name].float()
+    save_file(weights, shard(copied), {"format": "mlx"})
+    before = contents(copied)
+    assert cli.main(["convert", str(copied), "--repack"]) == 3
+    assert "scales and biases of its experts differ in dtype" in capsys.readouterr().err
+    assert contents(copied) == before
+
+
+def test_no_number_in_a_sidecar_has_it_made_again(repacked):
+    """Nobody can download one."""
+    mixture = mixtures_of(repacked)[3]
+    parts = own_parts(mixture)
+    end = sum(span.size // span.shape[0] for _, _, span in parts)  # of an expert: the last of its biases
+    with path_of(repacked, 3).open("r+b") as file:
+        for expert in range(16):
+            if expert % len(parts) != len(parts) - 1:  # of these, what is looked at when it is found is another part
+                file.seek(expert * stride(mixture) + end - 2)
+                file.write(b"\xc0\x7f")
+    with pytest.raises(CheckpointError, match=r"experts-03\.bin: tensor .* holds NaN .*--repack`, or remove"):
+        tokens(load_model(repacked, expert_cache=budget_of(TINY, 5)))
+
+
+def test_a_manifest_that_cannot_be_read_says_what_to_do(repacked):
+    (repacked / MANIFEST).unlink()
+    (repacked / MANIFEST).mkdir()
+    with pytest.raises(StorageError, match=r"Is a directory\. Make it again"):
+        load_model(repacked, expert_cache=budget_of(TINY, 6))
 
 
 def test_a_dry_run_says_what_would_be_written_and_writes_nothing(copied, capsys):

@@ -19,15 +19,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from streaming import TINY, budget_of, failing_after, shard, tokens
+from streaming import TINY, beside, budget_of, failing_after, shard, share_a_scale, tiered, tokens
 from test_reading import limited
 
 from halfbyte import cli, expert_reader
+from halfbyte.accounting import skeleton
 from halfbyte.checkpoint import finite
 from halfbyte.checkpoint.shards import State
 from halfbyte.errors import CheckpointError, StorageError
 from halfbyte.expert_ranges import Range, Where
 from halfbyte.expert_reader import ExpertReader
+from halfbyte.host_experts import in_host_memory
 from halfbyte.kernels.numba.reads import are_numbers
 from halfbyte.loading import load_model
 
@@ -85,6 +87,39 @@ def test_row_13_no_number_among_experts_on_disk(copied, policy):
     for _ in range(2):  # what was refused is not known as seen
         with pytest.raises(CheckpointError, match=f"model.safetensors: tensor '{name}' holds NaN or infinite values"):
             tokens(model)
+
+
+@pytest.mark.parametrize("expert", [0, 3])
+def test_row_13_no_number_in_any_expert_on_disk_by_the_command(copied, expert):
+    """In a process of its own: what rehearses a step there, before kernels are loaded, sees no weights."""
+    weights = load_file(shard(copied))
+    for name in weights:
+        if name.endswith("switch_mlp.up_proj.scales"):
+            weights[name][expert] = float("nan")
+    save_file(weights, shard(copied), {"format": "mlx"})
+    command = [sys.executable, "-m", "halfbyte", "generate", str(copied), "-p", "A fox met an owl.", "-m", "1"]
+    done = subprocess.run([*command, "--expert-cache", str(budget_of(TINY, 5))], capture_output=True, text=True)
+    assert done.returncode == 3 and "holds NaN or infinite values" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("how", "refused"), [("none", False), ("sampled", False), ("all", True)])
+def test_row_13_check_weights_in_host_memory(copied, how, refused):
+    weights = load_file(shard(copied))
+    name = next(name for name in weights if name.endswith("layers.3.mlp.switch_mlp.up_proj.scales"))
+    weights[name][1] = float("nan")  # 0, 2, 4, ... are looked at of 16, unless somebody asks for all
+    save_file(weights, shard(copied), {"format": "mlx"})
+    with pytest.raises(CheckpointError, match="holds NaN") if refused else nullcontext():
+        in_host_memory(skeleton(copied)[1], check=how)
+
+
+@pytest.mark.parametrize("load", [load_model, lambda folder: beside(folder, 7), lambda folder: tiered(folder, 7, 40)])
+def test_row_13_no_number_for_a_whole_stack(copied, load):
+    share_a_scale(copied, {2: 3.0})
+    weights = load_file(shard(copied))
+    (name,) = (name for name in weights if name.endswith("global_scale"))
+    save_file({**weights, name: torch.full_like(weights[name], float("nan"))}, shard(copied), {"format": "mlx"})
+    with pytest.raises(CheckpointError, match=r"down_proj\.global_scale' holds NaN"):
+        load(copied)
 
 
 def test_row_56_cut_while_it_reads_ahead(resident, copied):

@@ -171,6 +171,19 @@ def test_a_folder_of_another_user_is_refused(store, caplog, monkeypatch):
     assert store.folder() != wanted(store)
     (warning,) = caplog.messages
     assert warning.startswith(f"{store.base()}: ") and "another user" in warning and "XDG_CACHE_HOME" in warning
+    assert "remove it" in warning and "chmod" not in warning, "who may not do that is not told to"
+
+
+@posix
+@pytest.mark.parametrize("given", ["", "cache"])
+def test_nobody_home(store, caplog, monkeypatch, tmp_path, given):
+    """No folder of this name is made wherever a program happens to be started; a relative name does not count."""
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    assert not store.folder().is_relative_to(tmp_path) and not list(tmp_path.iterdir())
+    (warning,) = caplog.messages
+    assert "no home folder" in warning and "XDG_CACHE_HOME" in warning
 
 
 @posix

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, shown
-from ..files import AGAIN
+from ..files import remedy
 
 Check = Literal["sampled", "all", "none"]
 EXPERTS = 8  # of a stack, where it is sampled
@@ -32,7 +32,7 @@ def require_numbers(path: Path, name: str, tensor: Tensor, mode: str | None) -> 
     """Refuse NaN and infinities in a tensor, or in a part of one. `mode`: of scales that are codes."""
     mask = mask_of(tensor.dtype, mode)
     if mask is not None and _has(tensor.reshape(-1).view(INTEGERS[tensor.itemsize]), mask):
-        raise CheckpointError(f"{path}: tensor {shown(name)} holds NaN or infinite values. {AGAIN}")
+        raise CheckpointError(f"{path}: tensor {shown(name)} holds NaN or infinite values. {remedy(path)}")
 
 
 def mask_of(dtype: torch.dtype, mode: str | None) -> int | None:

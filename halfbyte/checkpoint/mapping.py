@@ -62,7 +62,10 @@ class Guard:
     def __init__(self, files: Mapping[Path, State]) -> None:
         self.files, self.descriptors = files, Descriptors(files, most=max(len(files), 1))
         weakref.finalize(self, self.descriptors.close)
-        self.check()
+        try:
+            self.check()
+        except StorageError as error:  # a map holds one descriptor, and this another
+            raise StorageError(f"{error}. Load without a map, or allow more open files (`ulimit -n`).") from None
 
     def check(self) -> None:
         """Refuse to go on with what somebody has written into; a deleted file stays what it was."""

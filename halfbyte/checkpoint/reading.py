@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, StorageError, shown
-from ..files import AGAIN
+from ..files import remedy
 from ..memory import allocate, shown_as
 from .descriptors import Descriptors
 from .neighbours import neighbours
@@ -194,7 +194,7 @@ def read_once(descriptor: int, path: Path, at: int, *views: memoryview) -> int:
 
 
 def ended(path: Path, at: int, end: int, name: str) -> CheckpointError:
-    return CheckpointError(f"{path}: it ends at byte {at}; tensor {shown(name)} needs {end}. {AGAIN}")
+    return CheckpointError(f"{path}: it ends at byte {at}; tensor {shown(name)} needs {end}. {remedy(path)}")
 
 
 def fill_pages(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from .. import files, limits, strict_json
 from ..errors import CheckpointError, StorageError
+from ..files import REPACK_AGAIN as AGAIN
 from .descriptors import Descriptors
 from .ledger import Contents, Mixture
 from .reading import PAGE, fill_views
@@ -22,7 +23,6 @@ from .spans import Piece, Span
 
 MANIFEST = "experts.json"
 VERSION = 1
-AGAIN = "Make it again, `halfbyte convert MODEL --repack`, or remove experts.json."
 
 
 def own_parts(mixture: Mixture) -> list[tuple[int, str, Span]]:
@@ -79,7 +79,11 @@ def find_files(checkpoint: Contents, mixtures: Mapping[str, Mixture]) -> dict[Pa
     manifest = checkpoint.folder / MANIFEST
     if not manifest.exists():
         return None
-    said = strict_json.parse(files.read_small(manifest, limits.CONFIG_BYTES), str(manifest), remedy=f" {AGAIN}")
+    try:
+        text = files.read_small(manifest, limits.CONFIG_BYTES)
+    except StorageError as error:
+        raise StorageError(f"{error}. {AGAIN}") from None
+    said = strict_json.parse(text, str(manifest), remedy=f" {AGAIN}")
     if said != described(checkpoint):
         raise CheckpointError(f"{manifest}: it is not of this checkpoint as it is now. {AGAIN}")
     states = {}

@@ -73,12 +73,14 @@ def repacked(args: argparse.Namespace) -> int:
     from ..checkpoint.sidecar import file_size
     from ..convert import repacking
     from ..errors import HalfbyteError
+    from ..residency import require_as_stored
 
     refuse_options_of_conversion(args)
     source = located(args.source, args)
     ledger = skeleton(source)[1]
     if not ledger.mixtures:
         args.parser.error(f"argument --repack: {source} has no experts")
+    require_as_stored(source, ledger.mixtures)
     if not args.dry_run:
         try:
             repacking.repack(ledger, bar("writing"))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import NotEnoughMemory, size
-from .arguments import add_memory, allowed
+from .arguments import add_memory, allowed, require_device
 from .numbers import positive, whole
 from .plan_trace import Above, Gpu, beside_gpu, on_disk, recorded
 from .pull import located
@@ -48,11 +48,13 @@ def run(args: argparse.Namespace) -> int:
     from ..accounting import skeleton
     from ..loading import pick_device
 
+    require_device(args)
     folder = located(args.model, args)
     checkpoint, ledger, account = skeleton(folder)
     device = pick_device(args.device)
-    context = min(args.context, account.context)
-    need = account.weights + account.cache(context)
+    context, wide = min(args.context, account.context), device.type == "cpu"
+    cache = account.cache(context, wide)
+    need = account.weights + cache
     limits = allowed(args)
     limits.restrict(device)
     free = memory.available(device)
@@ -60,13 +62,13 @@ def run(args: argparse.Namespace) -> int:
     here = device.type == "cpu" and bool(ledger.mixtures)
     placed = experts_in_memory(limits, ledger, account) if here else None  # before what measures takes memory too
     bandwidth = read_bandwidth(device.type)
-    moved = account.read_per_token + STATE_ROUND_TRIP * account.cache_fixed
-    full = moved + account.cache_windows + context * account.cache_per_token
+    moved = account.read_per_token + STATE_ROUND_TRIP * account.state(wide)
+    full = moved + cache - account.state(wide)
     fits, said = verdict(need, have, placed, limits)
     rows = [
         (
             "device",
-            f"{device}: {size(account.weights)} of weights + {size(account.cache(context))} for {context} tokens",
+            f"{device}: {size(account.weights)} of weights + {size(cache)} for {context} tokens",
         ),
         ("free there", f"{size(have)}: {said}"),
         ("disk", size(account.weights + account.left_out)),
@@ -90,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
         rows += described_beside(beside)
     if args.trace is not None:
         trace = recorded(args.trace, checkpoint, ledger, account)
-        cache = placed if isinstance(placed, int) else limits.expert_cache
-        found, lines = foretold(trace, ledger, account, limits, cache, gpu, bandwidth / moved)
+        kept = placed if isinstance(placed, int) else limits.expert_cache
+        found, lines = foretold(trace, ledger, account, limits, kept, gpu, bandwidth / moved)
         values |= found
         rows += lines
     show(values, rows, args.json)
@@ -149,7 +151,7 @@ def experts_in_memory(limits: Allowed, ledger: Ledger, account: Account) -> int 
     """Bytes of experts that a run on a CPU would keep in memory; None: all; or why it would be refused."""
     from ..fitting import TEXT, place
 
-    text = account.cache_float32(min(account.context, TEXT))
+    text = account.cache(min(account.context, TEXT), wide=True)
     try:
         return place(limits, ledger, text, account.experts_per_token).cache
     except NotEnoughMemory as error:
@@ -171,7 +173,7 @@ def tiered(cache: int | NotEnoughMemory | None, ledger: Ledger, account: Account
     needed = account.experts_per_token * len(ledger.mixtures)
     read = missing * account.experts * account.experts_per_token / account.expert_count
     disk = expert_bandwidth(ledger)
-    seconds = (account.read_per_token + STATE_ROUND_TRIP * account.cache_fixed) / bandwidth + read / disk
+    seconds = (account.read_per_token + STATE_ROUND_TRIP * account.state(wide=True)) / bandwidth + read / disk
     return {
         "expert_cache_bytes": cache, "experts_on_disk_bytes": max(account.experts - cache, 0),
         "dense_bytes": account.weights - account.experts, "experts_read_per_token": missing * needed,
@@ -200,7 +202,7 @@ def beside_device(
         return {"experts_in_host_memory_bytes": None, "even_so": str(error)}
     needed, part = account.experts_per_token * len(slots), sum(slots) / (len(slots) * account.expert_count)
     missing, each = 1 - part, account.experts / (len(slots) * account.expert_count)
-    seconds = (account.read_per_token + STATE_ROUND_TRIP * account.cache_fixed) / bandwidth
+    seconds = (account.read_per_token + STATE_ROUND_TRIP * account.state()) / bandwidth
     copied, host = missing * needed * each, account.experts if cache is None else min(cache, account.experts)
     found = {
         "host_bytes": host, "experts_in_host_memory_bytes": host, "expert_slots_per_layer": slots,

@@ -78,15 +78,20 @@ def put_in_place(made: Path, folder: Path, names: Sequence[str]) -> None:
     with storage(folder / MANIFEST):  # an older one that cannot be removed keeps its files
         (folder / MANIFEST).unlink(missing_ok=True)
     try:
-        with storage(folder / MANIFEST):
+        with storage(folder):
             sync(folder)
-            for name in names:
-                os.replace(made / name, folder / name)
-            sync(folder)
-            os.replace(made / MANIFEST, folder / MANIFEST)
-            sync(folder)
+        move(made, folder, names)
+        move(made, folder, [MANIFEST])
     except BaseException:
         for name in (MANIFEST, *names):
             with suppress(OSError):
                 (folder / name).unlink()
         raise
+
+
+def move(made: Path, folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        with storage(folder / name):
+            os.replace(made / name, folder / name)
+    with storage(folder):
+        sync(folder)

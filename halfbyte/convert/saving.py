@@ -187,7 +187,7 @@ def require_space(folder: Path, need: int) -> None:
     if need > free:
         raise StorageError(
             f"{folder}: the result needs {size(need)} of disk space, and {size(free)} are free there. "
-            "Free some, or choose another place."
+            "Free some, or work in another place."
         )
 
 
@@ -228,6 +228,8 @@ def own(folder: Path) -> int:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:  # its owner has just finished
             continue
+        except NotADirectoryError:
+            raise StorageError(f"{folder}: it is in the way, and no folder. Remove it.") from None
         except OSError as error:
             raise unwritable(folder, error) from None
         try:
@@ -245,12 +247,12 @@ def own(folder: Path) -> int:
             raise StorageError(f"{target}: another process is writing it. Wait for it.") from None
         except OSError as error:
             os.close(lock)
-            raise StorageError(f"{folder}: {error.strerror or error}. Choose another place.") from None
+            raise StorageError(f"{folder}: {error.strerror or error}. Work in another place.") from None
         os.close(lock)
 
 
 def unwritable(folder: Path, error: OSError) -> ValueError:
-    return ValueError(f"convert: {folder.parent} is not writable ({error.strerror}). Choose another.")
+    return ValueError(f"convert: {folder.parent} is not writable ({error.strerror}). Make it so, or use another.")
 
 
 def sync(path: Path) -> None:

@@ -93,7 +93,8 @@ def _kind(value):
 
 
 def _nothing(*arguments):
-    """In place of a kernel: writes nothing. What launchers read of a kernel's results they allocate as zeros."""
+    """In place of a kernel: writes nothing. What launchers read of a kernel's results they allocate as zeros, or as
+    what one that has not run may say."""
     return 0
 
 

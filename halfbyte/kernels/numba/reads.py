@@ -135,6 +135,6 @@ def are_numbers(slots, memory, sizes, widths, masks):
     memory, sizes, widths, masks [P]: the address of the first slot's part, the bytes of one, of one value of it, and
     those bits.   All int64.
     """
-    found = np.zeros(len(slots) * len(sizes), np.bool_)
+    found = np.ones(len(slots) * len(sizes), np.bool_)  # a rehearsal runs no kernel, and so has not looked
     numbers_kernel(slots, memory, sizes, widths, masks, found)
     return not found.any()

@@ -46,7 +46,8 @@ def base():
     """The user's cache folder."""
     if sys.platform == "win32" and "LOCALAPPDATA" in os.environ:
         return Path(os.environ["LOCALAPPDATA"]) / "halfbyte"
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")) / "halfbyte"
+    given = os.environ.get("XDG_CACHE_HOME", "")  # one that is relative is to be ignored, says its specification
+    return Path(given if os.path.isabs(given) else os.path.join(os.path.expanduser("~"), ".cache")) / "halfbyte"
 
 
 def version():
@@ -87,6 +88,8 @@ def folder():
     """The folder of this version; one of this process where that is not ours, or not ours alone; None where none is."""
     wanted = base() / version()
     try:
+        if not wanted.is_absolute():
+            raise FileNotFoundError(errno.ENOENT, "this user has no home folder", str(wanted))
         have_private(wanted.parent)  # whoever can write there puts another in the place of the one below
         new = have_private(wanted)
         with tempfile.TemporaryFile(dir=wanted):
@@ -121,8 +124,10 @@ def have_private(path):
     missing = [one for one in (path, *path.parents) if not one.exists()]
     for one in reversed(missing):
         one.mkdir(mode=0o700, exist_ok=True)  # another process may have been faster
-    if why := exposed(path.stat()):
-        remedy = f"`chmod 700 '{path}'` if nobody else has put anything there, else remove it"
+    if why := exposed(found := path.stat()):
+        remedy = "remove it"
+        if found.st_uid == os.geteuid():
+            remedy = f"`chmod 700 '{path}'` if nobody else has put anything there, else remove it"
         raise PermissionError(errno.EACCES, f"{why}, and what lies there is executed: {remedy}", str(path))
     return path in missing
 
@@ -155,8 +160,9 @@ def remove_unused(current):
 
 @cache
 def remove_old(current):
-    """Kernels of sources that nobody has used for long; looked for once a process, when one is compiled."""
-    for path in current.glob("*.kernel"):
+    """Kernels of sources that nobody has used for long, and what processes that ended early left half written; looked
+    for once a process, when one is compiled."""
+    for path in current.glob("*.kernel*"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > UNUSED:
                 path.unlink()

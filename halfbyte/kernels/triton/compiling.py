@@ -108,15 +108,15 @@ def prepare(steps, progress=None, subject=""):
 
 @cache
 def have_cache():
-    """Have Triton keep what it compiles: in a folder of this process where its own is no place, or everybody's."""
+    """Have Triton keep what it compiles: in a folder of this process where its own is no place, or not the user's."""
     wanted = knobs.cache.dir
     try:
         os.makedirs(wanted, mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=wanted):
             pass
-        if not hasattr(os, "geteuid") or not os.stat(wanted).st_mode & stat.S_IWOTH:  # Windows has no such bit
+        if not (why := exposed(os.stat(wanted))):
             return
-        why = "everybody can write to it, and what lies there is executed"
+        why += ", and what lies there is executed"
     except OSError as error:
         why = error.strerror or error
     passing = tempfile.mkdtemp(prefix="halfbyte-triton-")
@@ -126,6 +126,32 @@ def have_cache():
         "%s: %s. Until then GPU kernels are compiled at every start, in a temporary folder; TRITON_CACHE_DIR names "
         "another place for them.", wanted, why,
     )  # fmt: skip
+
+
+def exposed(found):
+    """Why somebody else may have written what this is the state of; "" where nobody else can have.
+
+    A group may, if it is the user's alone, as most systems make them: Triton's folders are as the user's others are.
+    """
+    if not hasattr(os, "geteuid"):
+        return ""
+    if found.st_uid != os.geteuid():
+        return "it belongs to another user"
+    if found.st_mode & stat.S_IWOTH:
+        return "everybody can write to it"
+    return "its group can write to it" if found.st_mode & stat.S_IWGRP and not alone(found.st_gid) else ""
+
+
+def alone(gid):
+    """Whether nobody but this user is in a group."""
+    import grp
+    import pwd
+
+    try:
+        members = {*grp.getgrgid(gid).gr_mem, *(one.pw_name for one in pwd.getpwall() if one.pw_gid == gid)}
+        return members <= {pwd.getpwuid(os.geteuid()).pw_name}
+    except KeyError:  # a number without a name: who knows
+        return False
 
 
 def sources():
