@@ -172,7 +172,7 @@ class DecodeStep:
         parts: int | None = None,
     ) -> None:
         self.model, self.cache, self.B = model, cache, B
-        key = tape_key(model, B, filtered, fused, parts)
+        self.key = key = tape_key(model, B, filtered, fused, parts)
         self.tape = shelf(model, cache).get(key, lambda: Tape(model.device, cache.dtype, *key[1:6]))
         self.rows: list[int] = []
         self.lent: list[int] = []  # slots of nobody's that are no padding: they may become somebody's
@@ -185,6 +185,10 @@ class DecodeStep:
         While many come and go, some numbers of answers come once: recording those would only cost.
         """
         return shelf(model, cache).worth(tape_key(model, B, filtered, None), OFTEN)
+
+    def set_aside(self) -> None:
+        """Another step comes next: until now this was the one used last."""
+        shelf(self.model, self.cache).touch(self.key)
 
     @property
     def ids(self) -> Tensor:

@@ -139,8 +139,10 @@ class Flights:
 
     def _step(self, requests: list[Request]) -> DecodeStep:
         """The last one, where it goes on with these; else one that is to be bound."""
-        if self.last is not None and self.go_on(requests):
-            return self.last.step
+        if self.last is not None:
+            if self.go_on(requests):
+                return self.last.step
+            self.last.step.set_aside()
         size, filtered = self._size(requests)
         return DecodeStep(self.model, self.cache, size, filtered=filtered)
 

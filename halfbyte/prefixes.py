@@ -68,7 +68,8 @@ class Prefixes:
         state, row = self._sizes()
         usual = max(STRIDE, 1 << max((state // max(row, 1)).bit_length() - 1, 0))  # takes as much memory as the rows
         self.stride = cache.chunk if self.cut_anywhere else min(cache.chunk, usual)
-        self.fine = min(self.stride, STRIDE // 2) if 0 < state <= budget // ROOM else self.stride
+        halved = self.stride <= STRIDE and 0 < state <= budget // ROOM
+        self.fine = min(self.stride, STRIDE // 2) if halved else self.stride
 
     def _sizes(self) -> tuple[int, int]:
         """Bytes of a saved state, and of what is kept of one token."""

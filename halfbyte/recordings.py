@@ -26,7 +26,9 @@ class Recordings:
         self.left = next(self._turns, 0)
 
     def brief(self) -> Iterator[None]:
-        """Record at once what takes a twentieth of a second each: less than requests would wait without."""
+        """Record at once what takes a twentieth of a second each: less than requests would wait without. Yields before
+        each, and at the end."""
+        yield
         while self.left and not self._slow:
             self.record()
             yield

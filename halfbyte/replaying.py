@@ -49,6 +49,11 @@ class Shelf:
             del self.kept[alike[0]]
         return kept
 
+    def touch(self, key: Any) -> None:
+        """A step was used again, by somebody who had it still."""
+        if key in self.kept:
+            self.kept[key] = self.kept.pop(key)
+
     def worth(self, key: Any, times: int) -> bool:
         """Whether to replay a step, asked before each: it was recorded, or comes for so many times that it is now."""
         if key in self.kept:
@@ -111,7 +116,7 @@ class Replay:
             self._graph = beside or bound(calls, model.device, pool)  # the old one goes afterwards: so its pool stays
             self._moves = moves(model)
         except (torch.OutOfMemoryError, MemoryError):
-            self._graph, self._alone = None, True
+            self._graph, self._alone, self.in_turn = None, True, False
             log.warning("%s has no memory left for the graph of a step: its kernels run one by one", model.device)
 
     def run(self, calls: Sequence[Call], model: Decoder, pool: Any) -> None:

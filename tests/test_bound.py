@@ -8,7 +8,7 @@ import torch
 from model_goldens import FOLDER, NAMES
 from test_decoding import WISHES, all_of, different_lengths
 
-from halfbyte import decoding, prefilling
+from halfbyte import decoding, prefilling, replaying
 from halfbyte.cases import CASES
 from halfbyte.check import tensors
 from halfbyte.decoding import OFTEN, DecodeStep
@@ -62,6 +62,22 @@ def test_parts_are_computed_beside_each_other_or_not_at_all(name, filtered):
     for _ in range(4):
         step.launch()
     assert len(step.tape.parts) == (1 if name in UNBOUND else 2)
+
+
+@needs_two_threads
+def test_parts_without_memory_to_be_bound_are_recorded_once(monkeypatch):
+    def full(*args):
+        raise MemoryError
+
+    recordings = []
+    monkeypatch.setattr(replaying, "bound", full)
+    monkeypatch.setattr(decoding, "record", lambda run: recordings.append(run) or record(run))
+    model = load_model(FOLDER / sorted(UNBOUND)[0])
+    step = DecodeStep(model, model.new_cache(3, 20), 3)
+    step.bind([0, 1, 2], [5, 6, 7])
+    for _ in range(6):
+        step.launch()
+    assert len(step.tape.parts) == len(recordings) == 2
 
 
 @needs_two_threads

@@ -171,9 +171,11 @@ def test_a_prompt_does_not_hold_up_answers():
 
 def test_recorded_steps_go_with_the_cache():
     model = load_model(FOLDER / RECURRENT)
-    cache = model.new_cache(1, 60, chunk=4)
+    cache = model.new_cache(1, 60, chunk=32)
     engine = Engine(model, cache, replays=True, ahead=True)
-    all_of(engine, [Request([1, 2, 3, 4, 5, 6, 7, 8, 9], 6)])
+    for _ in range(3):
+        all_of(engine, [Request([1, 2, 3, 4, 5, 6, 7, 8, 9], 6)])
+    assert {kind for kind, *_ in shelf(model, cache).kept} == {"decode", "prefill"}
     gone = weakref.ref(cache)
     del cache, engine
     assert gone() is None
@@ -251,6 +253,22 @@ def test_weights_that_move_are_noticed():
     for _ in range(3):
         other.launch()
     assert replaying.moves(model) == before + 1  # and found so
+
+
+def test_the_step_that_was_replayed_last_is_kept_longest(monkeypatch):
+    """Also where it went on with the same requests, for which it is not looked up again."""
+    monkeypatch.setattr(replaying, "MOST", 2)
+    model = load_model(FOLDER / ROWS)
+    engine = Engine(model, model.new_cache(3, 60, chunk=4), replays=True, ahead=True)
+    engine.submit(Request([5, 6], 30))
+    for _ in range(4):
+        engine.step()
+    tape = engine.flights.last.step.tape
+    DecodeStep(model, engine.cache, 3)  # somebody else's
+    for _ in range(4):
+        engine.step()
+    all_of(engine, [Request([7, 8], 3)])  # beside the first, which then goes on alone
+    assert tape in shelf(model, engine.cache).kept.values()
 
 
 def test_a_step_of_fewer_requests_than_it_has_rows():

@@ -3,17 +3,20 @@
 import random
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
 from model_goldens import NAMES
 from test_models import model_of
 
+from halfbyte.cache import Kept
 from halfbyte.engine import Request, logits
 from halfbyte.grammar import Constraint
 from halfbyte.jobs import Job
 from halfbyte.metrics import Histogram, text
 from halfbyte.prefixes import Prefixes, shared
+from halfbyte.recordings import Recordings
 from halfbyte.replaying import shelf
 from halfbyte.sampling import SamplingParams
 from halfbyte.scheduler import QueueFull, Scheduler, Unwell
@@ -165,6 +168,40 @@ def test_another_owner_shares_nothing(start):
         desk.wait(one)
     assert [one.reused > 0 for one in jobs] == [False, False, True]
     assert desk.ids(jobs[0]) == desk.ids(jobs[1]) == desk.ids(jobs[2])
+
+
+@pytest.mark.parametrize(
+    ("state_rows", "budget", "stride", "alone"),
+    [
+        (20, 1 << 16, 128, 128),  # states have no room
+        (20, 1 << 26, 128, 64),  # a thousand of them do: twice as many for a prompt alone
+        (1100, 1 << 40, 1024, 1024),  # large ones lie so far apart that they take no more than the rows between
+    ],
+)
+def test_how_far_states_of_a_prompt_lie_apart(state_rows, budget, stride, alone):
+    kept = [Kept(rows={"k": (1, 8)}), Kept(fixed={"state": ((state_rows, 8), torch.float32)})]
+    cache = Mock(kept=kept, chunk=2048, capacity=4096, dtype=torch.float32)
+    made = Prefixes(cache, budget)
+    assert (made.stride, made.fine) == (stride, alone)
+
+
+def test_an_engine_that_was_just_started_is_well():
+    """However long ago it was made, and before anything is recorded."""
+    model = model_of(NAME)
+    scheduler = Scheduler(model, model.new_cache(1, 64), frozenset(), lambda pieces: None, step_seconds=60)
+    scheduler.beat, seen = -1e9, []
+    scheduler.recordings = Recordings(scheduler.engine)
+    scheduler.recordings.left = 1
+
+    def record():
+        seen.append(scheduler.trouble)
+        scheduler.recordings.left = 0
+
+    scheduler.recordings.record = record
+    scheduler.close()
+    scheduler.start()
+    scheduler.thread.join(10)
+    assert seen == [None]
 
 
 def test_what_was_not_used_longest_is_forgotten():

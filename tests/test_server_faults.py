@@ -456,6 +456,7 @@ def test_row_44_clients_that_go(server):
     well(server)
 
 
+@pytest.mark.timed
 def test_row_45_clients_that_go_without_a_stream(server):
     with ThreadPoolExecutor(8) as pool:
         for job in [pool.submit(abandon, server, {**LONG, "stream": False}, 0) for _ in range(16)]:

@@ -124,6 +124,20 @@ def test_what_waited_is_told_before_the_engine_is_given_up():
     assert said == ["a", "b", "the engine has stopped"] and desk.kept == []
 
 
+def test_what_comes_together_is_nobodys_delay():
+    """A reader is too slow by what it had left before, not by how much comes at a time."""
+    desk, replies = Desk(), jobs(5)
+    desk.scheduler = Mock()
+    quick, idle = desk.submit(replies[:1]), desk.submit(replies[1:2])
+    for step in range(40):
+        desk.step(replies, "word " * 20)  # seven of them are more than the buffer holds
+        desk.loop.sleep(0.0004)
+        if step % 10 == 9:
+            quick.arrived, quick.size = [], 0
+    assert "the reply was not read in time" in [piece.error for _, piece in idle.arrived]
+    assert quick.open == {0} and desk.scheduler.cancel.call_count == 1
+
+
 def test_a_first_word_is_told_at_once():
     desk, replies = Desk(), jobs(3)
     desk.step(replies, "a")

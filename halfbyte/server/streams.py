@@ -103,11 +103,14 @@ class Desk:
         self._arrive(pieces)
 
     def _arrive(self, pieces: Sequence[tuple[Job, Piece]]) -> None:
-        for job, piece in pieces:
-            if (ticket := self.tickets.get(job)) is not None:
+        """Who has left more than the buffer holds of what came before is too slow; what comes now comes at once."""
+        arriving = [(job, piece, ticket) for job, piece in pieces if (ticket := self.tickets.get(job)) is not None]
+        slow = {ticket for _, _, ticket in arriving if ticket.size > self.buffer}
+        for job, piece, ticket in arriving:
+            if ticket in slow and not piece.last:
+                self._fail(job, ticket, "slow_reader", "the reply was not read in time")
+            else:
                 ticket.push(job, piece)
-                if ticket.size > self.buffer:
-                    self._fail(job, ticket, "slow_reader", "the reply was not read in time")
 
     def submit(self, jobs: list[Job]) -> Ticket:
         """All of a request's jobs, or none."""
