@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from typing import Any, Literal
@@ -9,15 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from . import limits
 from .chat import Tokenizer
 from .errors import HalfbyteError
+from .text.confined import Worker
+from .text.grammar_worker import made, said
 
 Kind = Literal["json_schema", "grammar", "regex"]  # a grammar is Lark's, or llama.cpp's GBNF
-SHOWN = 300  # characters of what the compiler says
-# Between the tokens of JSON: enough to indent, and an end to the spaces that a small model would write for ever.
-WHITESPACE: Any = {"whitespace_pattern": r"( |\n {0,16})?"}
-LENIENT: Any = {"lenient": True}  # keywords that llguidance does not know are no error
-UNKNOWN = ("look-around", "backreferences")  # nor what JSON's regular expressions have and its own have not
+REMEMBERED = 4096  # forms that were found fine
 
 
 class GrammarError(HalfbyteError, ValueError):
@@ -88,37 +88,41 @@ class Follower:
         return ended
 
 
-def made(kind: Kind, source: str) -> str:
-    """The grammar that llguidance compiles."""
-    import llguidance
-
-    try:
-        if kind == "json_schema":
-            return str(llguidance.LLMatcher.grammar_from_json_schema(source, overrides=WHITESPACE))
-        return str(llguidance.grammar_from(kind, source))
-    except ValueError as error:
-        raise GrammarError(_said(str(error))) from None
-
-
-def check(kind: Kind, source: str) -> None:
-    """Refuse what no reply could follow, whatever the tokenizer: before a model is loaded."""
-    import llguidance
-
-    if wrong := llguidance.LLMatcher.validate_grammar(made(kind, source)):
-        raise GrammarError(_said(wrong))
+def check(*forms: tuple[Kind | Literal["tool"], str]) -> None:
+    """Refuse what no reply could follow, whatever the tokenizer, and what takes too long or too much memory to compile.
+    The schema of a tool that nobody insists on must only be one.
+    """
+    keys = [hashlib.sha256(f"{kind} {source}".encode("utf-8", "surrogatepass")).digest() for kind, source in forms]
+    new = [form for key, form in zip(keys, forms, strict=True) if not _fine.has(key)]
+    if new and "error" in (answer := worker.ask(forms=new)):
+        raise GrammarError(answer["error"])
+    for key in keys:
+        _fine.add(key)
 
 
-def check_offered(schema: Any) -> None:
-    """Refuse what is no schema. One that no reply could be held to is fine where nobody does: a model just reads it."""
-    import llguidance
+class Fine:
+    """Which forms were found fine lately: whoever offers tools does so with every request."""
 
-    try:
-        source = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=LENIENT)
-        wrong = llguidance.LLMatcher.validate_grammar(source)
-    except ValueError as error:
-        wrong = str(error)
-    if wrong and not any(word in wrong for word in UNKNOWN):
-        raise GrammarError(_said(wrong))
+    def __init__(self) -> None:
+        self.keys: dict[bytes, None] = {}
+        self.lock = threading.Lock()
+
+    def has(self, key: bytes) -> bool:
+        return key in self.keys
+
+    def add(self, key: bytes) -> None:
+        with self.lock:
+            self.keys.pop(key, None)
+            self.keys[key] = None
+            if len(self.keys) > REMEMBERED:
+                del self.keys[next(iter(self.keys))]
+
+
+_fine = Fine()
+worker = Worker(
+    "grammar_worker.py", limits.SCHEMA_SECONDS, limits.SCHEMA_MEMORY, limits.SCHEMA_OUTPUT,
+    lambda: GrammarError("the process that tries them does not start. Is llguidance installed?"),
+)  # fmt: skip
 
 
 class Grammars:
@@ -130,14 +134,15 @@ class Grammars:
         self._lock = threading.Lock()
 
     def constraint(self, kind: Kind, source: str) -> Constraint:
-        """A constraint at its beginning, or a GrammarError. Hostile schemas run out of llguidance's fuel."""
+        """A constraint at its beginning, or a GrammarError."""
         import llguidance
 
+        check((kind, source))  # what takes long there took no longer than it may, and takes about as long here
         matcher = llguidance.LLMatcher(self._tokenizer(), made(kind, source), log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the work that is left over for the first token
         if matcher.is_error():
-            raise GrammarError(_said(matcher.get_error()))
+            raise GrammarError(said(matcher.get_error()))
         return Constraint(matcher, self.vocabulary)
 
     def term(self, text: str) -> str:
@@ -160,9 +165,3 @@ class Grammars:
                     self.tokenizer.tokens.to_str(), n_vocab=self.vocabulary, eos_token=eos
                 )
             return self._prepared
-
-
-def _said(text: str) -> str:
-    """The first line, and what is wrong with a regular expression: what stands between quotes the whole grammar."""
-    first, *more = text.strip().split("\n")
-    return " ".join([first, *(line.removeprefix("error: ") for line in more if line.startswith("error: "))])[:SHOWN]

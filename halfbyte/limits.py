@@ -41,6 +41,11 @@ TEMPLATE_SECONDS = 2.0
 TEMPLATE_MEMORY = 256 << 20
 TEMPLATE_OUTPUT = 16 << 20
 
+# A schema or a grammar: seconds, bytes of memory, bytes of what is said of it.
+SCHEMA_SECONDS = 2.0
+SCHEMA_MEMORY = 512 << 20
+SCHEMA_OUTPUT = 1 << 16
+
 # A request.
 STOP_STRINGS = 16
 STOP_BYTES = 1024

@@ -218,6 +218,7 @@ HEAVY = {  # these may be followed or refused, as long as it is soon
     "allOf": {"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {"minimum": j}}} for j in range(5)]} for i in range(8)]},
     "redos": {"type": "string", "pattern": "^(a+)+$|^((a|b)*c){1,50}$"},
     "repeat": {"type": "string", "pattern": "((a{1,100}){1,100}){1,100}"},
+    "all at once": {"allOf": [{"type": "string", "pattern": f"^.*{i}.{{1,{i}}}x$"} for i in range(1, 600)]},
 }  # fmt: skip
 
 
@@ -288,6 +289,22 @@ def test_row_38_a_tool_may_have_a_schema_that_no_reply_can_be_held_to(server, sc
     assert response.status_code == 200, response.text
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     assert error(server.post(CHAT, {**body, "response_format": form}))["code"] == "invalid_schema"
+
+
+@pytest.mark.timed
+def test_row_38_tools_whose_schemas_would_compile_for_ever(server):
+    """Nobody else waits for them, they leave nothing behind, and they are refused one after another."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": HEAVY["all at once"]}}
+    before = server.memory()
+    with ThreadPoolExecutor(6) as pool:
+        hostile = [pool.submit(refused, server, {"tools": [tool]}) for _ in range(6)]
+        for _ in range(5):
+            start = time.monotonic()
+            well(server)
+            assert time.monotonic() - start < 2
+        said = [one.result() for one in hostile]
+    assert {one["param"] for one in said} == {"tools"} and {one["code"] for one in said} == {"invalid_schema"}
+    assert server.memory() - before < 50e6
 
 
 def test_row_38_too_many_tools(server):

@@ -109,7 +109,7 @@ BELOW = {
     "quality": {"engine", "models", "ops"},
     "metrics": set(),
     "prefixes": {"cache"},
-    "grammar": {"chat", "errors"},
+    "grammar": {"chat", "errors", "limits", "text"},
     "jobs": {"engine", "grammar", "sampling", "text"},
     "scheduler": {
         "cache", "engine", "errors", "grammar", "jobs", "machine", "metrics", "models", "prefixes", "recordings",

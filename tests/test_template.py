@@ -13,8 +13,8 @@ import pytest
 
 from halfbyte import limits
 from halfbyte.errors import CheckpointError
-from halfbyte.text import template
-from halfbyte.text.template import TemplateError, Worker, render
+from halfbyte.text import confined, template
+from halfbyte.text.template import TemplateError, render
 
 ROOT = Path(__file__).parents[1]
 
@@ -88,10 +88,16 @@ def test_row_27_a_sandbox_escape_is_an_error_without_effect(source, tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+def another():
+    """A worker with the limits of the one that all share."""
+    one = template.worker
+    return confined.Worker("template_worker.py", one.seconds, one.memory, one.output, one.absent)
+
+
 def test_row_27_the_worker_can_open_nothing_and_sees_no_secrets(monkeypatch):
     """What a template that broke out would find."""
     monkeypatch.setenv("HF_TOKEN", "secret")
-    worker = Worker()
+    worker = another()
     try:
         worker.start()
         process = Path(f"/proc/{worker.process.pid}")
@@ -105,7 +111,7 @@ def test_row_27_the_worker_can_open_nothing_and_sees_no_secrets(monkeypatch):
 
 def test_row_27_modules_in_the_current_folder_are_not_imported(tmp_path):
     """`cd model && halfbyte chat .` must not run the folder's jinja2.py."""
-    for name in ("jinja2", "json", "template_worker", "datetime"):
+    for name in ("jinja2", "json", "template_worker", "confinement", "datetime"):
         (tmp_path / f"{name}.py").write_text("open('canary', 'w')\n")
     code = "import os, sys\nfrom halfbyte.text.template import render\nos.chdir(sys.argv[1])\nprint(render('ok', {}))"
     done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
@@ -150,7 +156,7 @@ def test_row_28_a_bomb_is_killed_after_two_seconds():
 
 def test_row_28_memory_stays_within_its_limit():
     """The last thing a worker does is what took too much; until then it may take what is allowed."""
-    worker = Worker()
+    worker = another()
     try:
         worker.start()
         status = Path(f"/proc/{worker.process.pid}/status")
@@ -209,7 +215,7 @@ def test_variables_that_hold_themselves_are_refused():
 
 def test_a_worker_starts_fast_and_loads_nothing_heavy():
     """Under 0.3 s of processor time, the best of three; a busy machine takes longer by the clock."""
-    times, worker = [], Worker()
+    times, worker = [], another()
     for _ in range(3):
         before = os.times()
         worker.start()
@@ -223,17 +229,17 @@ def test_a_worker_starts_fast_and_loads_nothing_heavy():
 
 def test_a_worker_that_died_is_replaced():
     render("", {})
-    dead = template._worker.process.pid
+    dead = template.worker.process.pid
     os.kill(dead, signal.SIGKILL)
-    template._worker.process.wait()
+    template.worker.process.wait()
     assert render("ok", {}) == "ok"
-    assert template._worker.process.pid != dead
+    assert template.worker.process.pid != dead
 
 
 def test_a_worker_ends_with_its_caller_even_in_the_middle_of_a_bomb():
     code = (
         "import os, threading, time\nfrom halfbyte.text import template\n"
-        "template.render('', {})\nprint(template._worker.process.pid, flush=True)\n"
+        "template.render('', {})\nprint(template.worker.process.pid, flush=True)\n"
         f"source = {BOMBS['nested loops']!r}\n"
         "threading.Timer(0.3, os._exit, [0]).start()\ntemplate.render(source, {})"
     )
@@ -247,13 +253,13 @@ def test_a_worker_ends_with_its_caller_even_in_the_middle_of_a_bomb():
 
 def test_interrupted_rendering_leaves_no_answer_for_the_next(monkeypatch):
     render("", {})
-    read, worker = json.loads, template._worker
+    read, worker = json.loads, template.worker
 
     def interrupted(data):
-        monkeypatch.setattr(template.json, "loads", read)
+        monkeypatch.setattr(confined.json, "loads", read)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(template.json, "loads", interrupted)
+    monkeypatch.setattr(confined.json, "loads", interrupted)
     with pytest.raises(KeyboardInterrupt):
         render("first", {})
     assert worker.process is None
@@ -278,9 +284,9 @@ def test_a_forked_child_does_not_speak_into_its_parents_pipes():
     render("", {})
     child = os.fork()
     if child == 0:
-        same = template._worker.process.pid
-        answer = render("child", {}) == "child" and template._worker.process.pid != same
-        template._worker.stop()
+        same = template.worker.process.pid
+        answer = render("child", {}) == "child" and template.worker.process.pid != same
+        template.worker.stop()
         os._exit(0 if answer else 1)
     assert render("parent", {}) == "parent"
     assert os.waitpid(child, 0)[1] == 0

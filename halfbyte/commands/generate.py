@@ -118,7 +118,7 @@ def read_schema(args: argparse.Namespace) -> str | None:
         source: str = given if given.lstrip().startswith("{") else Path(given).read_text(encoding="utf-8")
         if not isinstance(json.loads(source), dict):
             raise ValueError("a schema is a JSON object")
-        grammar.check("json_schema", source)
+        grammar.check(("json_schema", source))
     except OSError as error:
         args.parser.error(f"argument --json-schema: {given}: {error.strerror}")
     except (ValueError, RecursionError) as error:

@@ -228,7 +228,7 @@ def create(
         watcher = asyncio.create_task(watch(service, fatal))
         yield
         watcher.cancel()
-        service.scheduler.close()
+        service.close()
 
     routes = [Route("/", Page().answer)]
     routes += [Route(one.path, getattr(api, one.answer), methods=[one.method]) for one in OPERATIONS]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from torch import Tensor
 
+from .. import grammar, limits
 from ..cache import Cache, bytes_of, padding_of
 from ..chat import Tokenizer
 from ..engine import Processor, Request
 from ..errors import NotEnoughMemory, size
 from ..fitting import STEP
-from ..grammar import Constraint, GrammarError, Grammars, check_offered
+from ..grammar import Constraint, GrammarError, Grammars
 from ..jobs import Job
 from ..memory import available
 from ..models.decoder import Decoder
@@ -41,7 +44,9 @@ class Service:
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, names: Sequence[str], settings: Settings) -> None:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
-        template.limit(settings.template_seconds, settings.template_mb << 20, settings.template_output_mb << 20)
+        template.worker.limit(settings.template_seconds, settings.template_mb << 20, settings.template_output_mb << 20)
+        grammar.worker.limit(settings.schema_seconds, limits.SCHEMA_MEMORY, limits.SCHEMA_OUTPUT)
+        self.compiling = ThreadPoolExecutor(1, "schemas")  # who sends many of them waits for nobody else's texts
         free = max(available(model.device) - (STEP if model.device.type == "cpu" else 0), 0)
         budget = settings.prompt_cache_bytes if settings.prompt_cache_bytes >= 0 else int(free * CACHE_SHARE)
         self.cache = new_cache(model, settings, free - budget)
@@ -53,6 +58,10 @@ class Service:
             max_queue=settings.max_queue, prefix_bytes=budget, step_seconds=settings.step_seconds,
         )  # fmt: skip
         self.draining = False
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.compiling.shutdown(wait=False, cancel_futures=True)
 
     async def jobs(self, wish: Wish, owner: bytes) -> list[Job]:
         """The jobs of a wish, or a refusal: texts rendered and tokenised, schemas compiled."""
@@ -71,31 +80,24 @@ class Service:
     async def _compiled(self, wish: Wish) -> Constraint | None:
         if not wish.tools and wish.form is None:
             return None
-        loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
         def compile() -> Constraint | None:
-            loop.call_soon_threadsafe(begun.set)
-            for tool in wish.tools:
-                check_offered(tool["function"].get("parameters") or {})
-            if wish.form is None and wish.forced is not None and self.tokenizer.syntax.call[0]:
-                syntax, term = self.tokenizer.syntax, self.grammars.term
-                rest = tools.rest(syntax, wish.tools, wish.forced, wish.single, term)
-                return self.grammars.constraint("grammar", rest)
-            return self.grammars.constraint(*wish.form) if wish.form is not None else None
+            where = "tools"
+            try:
+                grammar.check(*(("tool", json.dumps(one["function"].get("parameters") or {})) for one in wish.tools))
+                if wish.form is None and wish.forced is not None and self.tokenizer.syntax.call[0]:
+                    syntax, term = self.tokenizer.syntax, self.grammars.term
+                    rest = tools.rest(syntax, wish.tools, wish.forced, wish.single, term)
+                    return self.grammars.constraint("grammar", rest)
+                where = "response_format"
+                return self.grammars.constraint(*wish.form) if wish.form is not None else None
+            except GrammarError as error:
+                said = f"A schema or grammar cannot be followed: {error}"
+                raise Refused(400, said, where, "invalid_schema") from None
 
         if wish.form is not None or wish.forced is not None:
             await asyncio.to_thread(self.grammars.prepare)
-        work = asyncio.ensure_future(asyncio.to_thread(compile))
-        work.add_done_callback(lambda _: begun.set())
-        await begun.wait()  # for a thread: the time of a schema does not run while others' are compiled
-        try:
-            async with asyncio.timeout(self.settings.schema_seconds):
-                return await work
-        except GrammarError as error:
-            param = "response_format" if wish.form is not None else "tools"
-            raise Refused(400, f"A schema or grammar cannot be followed: {error}", param, "invalid_schema") from None
-        except TimeoutError:
-            raise Refused(400, "A schema takes too long to compile.", "response_format", "invalid_schema") from None
+        return await asyncio.get_running_loop().run_in_executor(self.compiling, compile)
 
     def texts(self, wish: Wish) -> list[tuple[list[int], int, str]]:
         encode = self.tokenizer.prompt_ids

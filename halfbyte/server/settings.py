@@ -41,7 +41,7 @@ class Settings:
     max_logit_bias: int = limit(limits.LOGIT_BIASES, "tokens that a request may make likelier or less likely", least=0)
     max_tools: int = limit(128, "tools of a request", least=0)
     max_schema_kb: int = limit(64, "of a schema or a grammar, and of a tool", "KB")
-    schema_seconds: float = limit(2.0, "of compiling a schema or a grammar", "S")
+    schema_seconds: float = limit(limits.SCHEMA_SECONDS, "of compiling a schema or a grammar", "S")
     max_messages: int = limit(4096, "of a conversation")
     max_parts: int = limit(256, "of one message")
     template_seconds: float = limit(limits.TEMPLATE_SECONDS, "of the chat template over a conversation", "S")

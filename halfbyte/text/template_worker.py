@@ -1,21 +1,18 @@
 """The process in which chat templates run. A template is code of a stranger: jinja's sandbox keeps it from everything
 but its variables, and this process, which may be killed at any moment, keeps it from eating the machine.
 
-Run as a script by template.py, with only the standard library and jinja2 on board. Requests and answers on stdin and
-stdout are JSON after 8 bytes of length. The environment is that of transformers' apply_chat_template, since templates
-are written for it.
+Run as a script by template.py, with only the standard library and jinja2 on board. The environment is that of
+transformers' apply_chat_template, since templates are written for it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -23,9 +20,6 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.parser import Parser
-
-LENGTH_BYTES = 8
-DESCRIPTORS = 3  # stdin, stdout, stderr: none is left for a template that breaks out
 
 
 class Generation(jinja2.ext.Extension):
@@ -124,59 +118,10 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
         return {"error": f"{named}{error}"[:1000]}
 
 
-def confine(memory: int) -> None:
-    """No more memory than `memory` from here on, no new files, no new processes, no core dump. POSIX only."""
-    try:
-        import resource
-    except ImportError:
-        return
-    try:
-        with open("/proc/self/statm", encoding="ascii") as pages:
-            memory += int(pages.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        memory += 1 << 30  # a system without /proc: what Python may have mapped already
-    limits = [("RLIMIT_AS", memory), ("RLIMIT_NOFILE", DESCRIPTORS), ("RLIMIT_NPROC", 0), ("RLIMIT_FSIZE", 0)]
-    for name, limit in [*limits, ("RLIMIT_CORE", 0)]:
-        try:
-            resource.setrlimit(getattr(resource, name), (limit, limit))
-        except (AttributeError, ValueError, OSError):  # not every system has every limit
-            continue
+if __name__ == "__main__":
+    sys.path.append(os.path.dirname(__file__))
+    from confinement import serve  # type: ignore[import-not-found]
 
-
-def read_exactly(stream: BinaryIO, count: int) -> bytes:
-    data = stream.read(count)
-    if len(data) < count:
-        sys.exit(0)  # the caller is gone
-    return data
-
-
-def send(stream: BinaryIO, message: dict[str, str]) -> None:
-    data = json.dumps(message).encode("ascii")
-    stream.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
-    stream.flush()
-
-
-def main() -> None:
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
     for late in ("{{ strftime_now('%Y') | tojson }}", "{{ raise_exception('') }}"):  # loads what is loaded at first use
         answer({"template": late, "variables": {}, "output": 9})
-    confine(int(sys.argv[1]))
-    alarm: Callable[..., Any] = getattr(signal, "setitimer", lambda *_: None)
-    send(answers, {"text": "ready"})
-    while True:
-        length = int.from_bytes(read_exactly(requests, LENGTH_BYTES), "little")
-        data = read_exactly(requests, length)
-        try:
-            request = json.loads(data)
-            # The caller kills in time. Should it be gone, the alarm, which nothing here handles, does.
-            alarm(getattr(signal, "ITIMER_REAL", 0), request["seconds"] + 1)
-            message = answer(request)
-        except (MemoryError, RecursionError, ValueError):
-            message = {"error": "its variables are too large"}
-        alarm(getattr(signal, "ITIMER_REAL", 0), 0)
-        send(answers, message)
-
-
-if __name__ == "__main__":
-    main()
+    serve(answer)
