@@ -103,6 +103,7 @@ def stream_generate(
     prompt_cache: Cache | None = None,
     prefill_step_size: int | None = None,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
+    prompt_state_callback: Callable[[], None] | None = None,
     stop: str | Sequence[str] = (),
     **sampling: Any,
 ) -> Iterator[GenerationResponse]:
@@ -111,7 +112,9 @@ def stream_generate(
     A string is taken as it stands (a chat template is applied by tokenizer.apply_chat_template). `sampling` are
     temperature, top_k, top_p, min_p, the penalties, logit_bias and seed; what is not given comes from the model's
     generation_config.json. `logits_processors` change the logits before; a `sampler` (logprobs [1, V] -> id) takes the
-    place of all that. A `prompt_cache` goes on with the text it holds, and then holds the reply but its last token.
+    place of all that. A `prompt_cache` goes on with the text it holds, and then holds the reply but its last token;
+    `prompt_state_callback` is called when it holds the prompt but its last token: all that this prompt and longer ones
+    have in common.
     """
     ids = _ids(tokenizer, prompt)
     held = 0 if prompt_cache is None else prompt_cache.lengths[0]
@@ -120,13 +123,15 @@ def stream_generate(
         ids, room, SamplingParams.of(tokenizer.generation_config, **sampling), tokenizer.eos_ids,
         logits_processors or (), sampler, goes_on=prompt_cache is not None, keeps=prompt_cache is not None,
     )  # fmt: skip
+    request.pause = 0 if prompt_state_callback is None else len(ids) - 1
     compile_kernels(model)
     cache = _new_cache(model, prefill_step_size) if prompt_cache is None else prompt_cache
     cache.reserve(held + len(ids) + room)
     engine = Engine(model, cache)
     engine.submit(request)
     try:
-        yield from _responses(engine, request, tokenizer.decoder(stop), tokenizer.eos_ids, prompt_progress_callback)
+        decoder, told = tokenizer.decoder(stop), (prompt_progress_callback, prompt_state_callback)
+        yield from _responses(engine, request, decoder, tokenizer.eos_ids, *told)
     finally:  # a loop that is left leaves the state of the tokens that it was given
         engine.cancel(request)
         if prompt_cache is None and prefill_step_size is None and engine.replays:
@@ -139,10 +144,13 @@ def _responses(
     decoder: Any,
     eos_ids: frozenset[int],
     prompt_progress_callback: Callable[[int, int], None] | None,
+    prompt_state_callback: Callable[[], None] | None,
 ) -> Iterator[GenerationResponse]:
     ids, model = request.prompt, engine.model
     start, first, memory = time.perf_counter(), 0.0, 0.0
     while engine.busy:
+        if prompt_state_callback is not None and request.computed == len(ids) - 1:
+            prompt_state_callback()
         made = engine.step()
         if prompt_progress_callback is not None and not request.made[1:]:
             prompt_progress_callback(request.computed, len(ids))

@@ -466,12 +466,14 @@ def test_gate_and_up_in_one(tmp_path, quantised):
 
 
 def test_fingerprint(tmp_path):
-    """Of the config and of the shards' names, sizes and headers."""
+    """Of the config, of the shards' names, sizes and headers, and of some weights."""
     marks = [checkpoint.open(save(tmp_path)).fingerprint for _ in range(2)]
     marks.append(checkpoint.open(save(tmp_path, config={**made.CONFIG, "more": 1})).fingerprint)
     marks.append(checkpoint.open(save(tmp_path, {**tensors(), "z": torch.zeros(1)})).fingerprint)
     marks.append(
         checkpoint.open(save(tmp_path, file="model-extra.safetensors", stored={"y": torch.zeros(1)})).fingerprint
     )
-    assert len(set(marks)) == 4
+    trained = {name: tensor + 1 if tensor.is_floating_point() else tensor for name, tensor in tensors().items()}
+    marks.append(checkpoint.open(save(tmp_path / "trained", trained)).fingerprint)
+    assert len(set(marks)) == 5
     assert marks[0] == marks[1] and len(marks[0]) == 64

@@ -51,9 +51,9 @@ def test_any_cutting_gives_the_same_bytes(folder, monkeypatch, batch, buffers):
 
 
 def test_neighbours_are_read_in_one_call(folder, monkeypatch):
-    calls = []
+    calls, spans = [], every_span(folder)
     monkeypatch.setattr(os, "preadv", lambda fd, views, at, real=os.preadv: calls.append(at) or real(fd, views, at))
-    reading.read(*every_span(folder), CPU)
+    reading.read(*spans, CPU)
     assert len(calls) == 1
 
 
@@ -80,9 +80,10 @@ def test_row_57_a_disk_that_fails(folder, monkeypatch):
     def fail(fd, views, at):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
+    weights = skeleton(folder)
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(StorageError, match=r"model\.safetensors: reading at byte \d+: Input/output error") as caught:
-        load(folder)
+        weights.load("cpu")
     assert caught.value.exit_code == 5
 
 
@@ -94,9 +95,10 @@ def test_row_56_cut_while_it_is_read(folder, monkeypatch):
         os.truncate(path, half)
         return real(fd, views, at)
 
+    weights = skeleton(folder)
     monkeypatch.setattr(os, "preadv", cut)
     with pytest.raises(CheckpointError, match=rf"it ends at byte {half}; tensor '.*' needs \d+. Download it again"):
-        load(folder)
+        weights.load("cpu")
 
 
 def test_row_56_changed_after_it_was_checked(folder, monkeypatch):
@@ -114,9 +116,10 @@ def test_row_56_changed_while_it_is_read(folder, monkeypatch):
         os.utime(folder / "model.safetensors", ns=(1, 1))
         return real(fd, views, at)
 
+    weights = skeleton(folder)
     monkeypatch.setattr(os, "preadv", touch)
     with pytest.raises(CheckpointError, match="changed after it had been checked"):
-        load(folder)
+        weights.load("cpu")
 
 
 def test_row_55_deleted_while_it_is_read(folder, monkeypatch):
@@ -124,8 +127,9 @@ def test_row_55_deleted_while_it_is_read(folder, monkeypatch):
         (folder / "model.safetensors").unlink(missing_ok=True)
         return real(fd, views, at)
 
+    weights = skeleton(folder)
     monkeypatch.setattr(os, "preadv", delete)
-    assert torch.equal(load(folder).norm, made.weight(H))
+    assert torch.equal(made.Toy(weights.load("cpu")).norm, made.weight(H))
 
 
 def test_deleted_after_it_was_checked(folder):
@@ -143,9 +147,10 @@ def test_an_error_stops_the_other_threads(folder, monkeypatch):
         raise OSError(errno.EIO, "no")
 
     monkeypatch.setattr(reading, "BATCH", 64)
+    weights = skeleton(folder)
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(StorageError):
-        load(folder)
+        weights.load("cpu")
     assert len(calls) <= 2 * reading.THREADS
 
 

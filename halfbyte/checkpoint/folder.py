@@ -6,6 +6,7 @@ import hashlib
 import logging
 import re
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +18,11 @@ from .. import files, limits, strict_json
 from ..config import Config
 from ..errors import CheckpointError, shown
 from . import shards
+from .descriptors import Descriptors
 from .ledger import Ledger
 from .names import canonical
 from .quantisation import Quantisation
+from .reading import fill_views
 from .shards import Shard, State, Stored
 from .weights import Weights
 
@@ -27,6 +30,7 @@ __all__ = ["Checkpoint", "Weights", "open"]
 
 log = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
+SAMPLES, BLOCK = 256, 4096  # of weights, in a fingerprint: tensors at most, bytes of each
 FP8_METHOD = "fp8"  # the one scheme of others that convert reads
 NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
@@ -38,7 +42,7 @@ class Checkpoint:
     quantisation: Quantisation
     tensors: dict[str, Stored]  # by canonical name
     states: dict[Path, State]
-    fingerprint: str  # of the config's bytes and of the shards' names, sizes and headers
+    fingerprint: str  # of the config's bytes, of the shards' names, sizes and headers, and of some weights
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor or a module of this canonical name."""
@@ -149,4 +153,22 @@ def fingerprint(config: Config, found: list[Shard]) -> str:
     for shard in found:
         digest.update(f"{shard.path.name}\0{shard.state.size}\0".encode())
         digest.update(shard.digest)
+    for block in some_weights(found):
+        digest.update(block)
     return digest.hexdigest()
+
+
+def some_weights(found: list[Shard]) -> Iterator[bytes]:
+    """The middle of each of some tensors, spread over all: further training of a model changes nothing else."""
+    tensors = [stored for shard in found for stored in shard.tensors if stored.size]
+    with Descriptors({shard.path: shard.state for shard in found}) as files:
+        for stored in tensors[:: -(-len(tensors) // SAMPLES) or 1]:
+            with files.open(stored.path) as descriptor:
+                yield middle(descriptor, stored)
+
+
+def middle(descriptor: int, stored: Stored) -> bytes:
+    block = bytearray(min(stored.size, BLOCK))
+    place = stored.start + (stored.size - len(block)) // 2
+    fill_views(descriptor, stored.path, place, [memoryview(block)], lambda at: stored.name)
+    return bytes(block)

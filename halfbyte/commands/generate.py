@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,12 @@ if TYPE_CHECKING:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - (and nothing in a pipe) reads it there")
     parser.add_argument("--no-stream", action="store_true", help="print the reply when it is complete")
-    parser.add_argument("--prompt-cache-file", type=Path, metavar="FILE", help="go on from, and keep, the text's state")
+    parser.add_argument(
+        "--prompt-cache-file",
+        type=Path,
+        metavar="FILE",
+        help="go on from the state of the prompt's beginning in FILE; where there is no FILE, keep this prompt's there",
+    )
     parser.add_argument("--json-schema", metavar="FILE|JSON", help="the reply is JSON that follows this schema")
     shared.add(parser, max_tokens=1024)
 
@@ -54,19 +60,20 @@ def answer(args: argparse.Namespace, wishes: shared.Wishes, prompt: str, schema:
     if not 0 < len(ids) < model.context:
         args.parser.error(f"argument --prompt: it has {len(ids)} tokens, and the model takes 1 to {model.context - 1}")
     cache, held = kept_state(args, model, ids)
+    keep = None
+    if cache is not None and not held and len(ids) > 1:  # what is there already stays
+        keep = partial(cache_file.save, args.prompt_cache_file, model, cache, ids[:-1])
     follow = [] if schema is None else [follower(schema, model, tokenizer, ids)]
-    writer, progress, text, made, first = Writer(sys.stdout), prompt_progress(), "", [], 0.0
+    writer, progress, text, first = Writer(sys.stdout), prompt_progress(), "", 0.0
     for piece in stream_generate(
         model, tokenizer, ids[held:], args.max_tokens, stop=args.stop, prefill_step_size=args.prefill_step_size,
-        prompt_cache=cache, prompt_progress_callback=progress, logits_processors=follow, **wishes.sampling,
+        prompt_cache=cache, prompt_progress_callback=progress, prompt_state_callback=keep, logits_processors=follow,
+        **wishes.sampling,
     ):  # fmt: skip
         text += piece.text
-        made.append(piece.token)
         first = first or time.perf_counter()
         if not (args.no_stream or args.json):
             writer.write(piece.text)
-    if cache is not None:
-        cache_file.save(args.prompt_cache_file, model, cache, [*ids, *made[:-1]])
     result = {
         "text": text, "finish_reason": piece.finish_reason, "prompt_tokens": piece.prompt_tokens,
         "generation_tokens": piece.generation_tokens, "prompt_tps": piece.prompt_tps,
@@ -150,5 +157,8 @@ def kept_state(args: argparse.Namespace, model: Decoder, ids: list[int]) -> tupl
         return model.new_cache(1, len(ids), args.prefill_step_size), 0
     cache, held = cache_file.load(path, model)
     if held != ids[: len(held)] or len(held) >= len(ids):
-        args.parser.error(f"argument --prompt-cache-file: {path} holds the beginning of another text")
+        args.parser.error(
+            f"argument --prompt-cache-file: {path} holds the beginning of another text, or more of this one than the "
+            "prompt has. Name another file, or delete it."
+        )
     return cache, len(held)

@@ -1,5 +1,5 @@
-"""The process in which schemas and grammars of strangers are tried before anybody is held to one: some compile for ever,
-or take all memory, and a thread that does cannot be stopped.
+"""The process in which schemas and grammars of strangers are tried before anybody is held to one: some compile for
+ever, or take all memory, and a thread that does cannot be stopped.
 
 Run as a script by grammar.py, with only the standard library and llguidance on board; what it knows of forms is used
 there too.
