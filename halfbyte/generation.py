@@ -17,12 +17,11 @@ from .cache import Cache
 from .chat import Tokenizer
 from .compilation import compile_kernels
 from .engine import Chooser, Engine, Processor, Request
+from .generation_arguments import Prompt, choosing, prompt_ids, room
 from .memory import peak
 from .models.decoder import Decoder
-from .sampling import SamplingParams
 
 _left: WeakKeyDictionary[Decoder, Cache] = WeakKeyDictionary()  # by replies that are over
-Prompt = str | Sequence[int] | Tensor
 
 
 @dataclass(frozen=True)
@@ -116,17 +115,18 @@ def stream_generate(
     `prompt_state_callback` is called when it holds the prompt but its last token: all that this prompt and longer ones
     have in common.
     """
-    ids = _ids(tokenizer, prompt)
+    ids = prompt_ids(tokenizer, prompt)
     held = 0 if prompt_cache is None else prompt_cache.lengths[0]
-    room = _room(model, held + len(ids), max_tokens)
+    most = room(model, held + len(ids), max_tokens)
+    params, chooser = choosing(tokenizer, sampler, sampling)
     request = Request(
-        ids, room, SamplingParams.of(tokenizer.generation_config, **sampling), tokenizer.eos_ids,
-        logits_processors or (), sampler, goes_on=prompt_cache is not None, keeps=prompt_cache is not None,
+        ids, most, params, tokenizer.eos_ids, logits_processors or (), chooser,
+        goes_on=prompt_cache is not None, keeps=prompt_cache is not None,
     )  # fmt: skip
     request.pause = 0 if prompt_state_callback is None else len(ids) - 1
     compile_kernels(model)
     cache = _new_cache(model, prefill_step_size) if prompt_cache is None else prompt_cache
-    cache.reserve(held + len(ids) + room)
+    cache.reserve(held + len(ids) + most)
     engine = Engine(model, cache)
     engine.submit(request)
     try:
@@ -213,19 +213,19 @@ def batch_generate(
     if prompt_caches is not None or return_prompt_caches:
         name = "return_prompt_caches" if prompt_caches is None else "prompt_caches"
         raise ValueError(f"batch_generate: {name} is not taken; stream_generate goes on with a prompt_cache")
-    all_ids = [_ids(tokenizer, prompt) for prompt in prompts]
-    most = [max_tokens] * len(all_ids) if isinstance(max_tokens, int) else list(max_tokens)
-    rooms = [_room(model, len(ids), limit) for ids, limit in zip(all_ids, most, strict=True)]
-    params = SamplingParams.of(tokenizer.generation_config, **sampling)
+    all_ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
+    limits = [max_tokens] * len(all_ids) if isinstance(max_tokens, int) else list(max_tokens)
+    rooms = [room(model, len(ids), limit) for ids, limit in zip(all_ids, limits, strict=True)]
+    chosen = [choosing(tokenizer, sampler, sampling) for _ in all_ids]
     requests = [
         Request(
-            ids, room, params, tokenizer.eos_ids, logits_processors or (), sampler,
+            ids, most, params, tokenizer.eos_ids, logits_processors or (), chooser,
             keeps=False, wants_logits=return_logprobs,
         )
-        for ids, room in zip(all_ids, rooms, strict=True)
+        for ids, most, (params, chooser) in zip(all_ids, rooms, chosen, strict=True)
     ]  # fmt: skip
     rows = [_Row(request, tokenizer.decoder(stop)) for request in requests]
-    longest = max((len(ids) + room for ids, room in zip(all_ids, rooms, strict=True)), default=0)
+    longest = max((len(ids) + most for ids, most in zip(all_ids, rooms, strict=True)), default=0)
     slots = max(min(completion_batch_size, len(rows)), 1)
     compile_kernels(model)
     stats = _run(Engine(model, model.new_cache(slots, longest, prefill_step_size)), rows)
@@ -265,21 +265,3 @@ def _new_cache(model: Decoder, chunk: int | None) -> Cache:
     """An empty cache: that of the last reply where it was left, because steps are recorded on it."""
     left = _left.pop(model, None) if chunk is None else None
     return model.new_cache(1, 0, chunk) if left is None else left
-
-
-def _ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
-    if isinstance(prompt, str):
-        return tokenizer.prompt_ids(prompt)
-    return prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
-
-
-def _room(model: Decoder, length: int, max_tokens: int) -> int:
-    """How many tokens may follow: what is asked for, as far as the model's context goes; -1 asks for all of that."""
-    if max_tokens < 1 and max_tokens != -1:
-        raise ValueError(
-            f"max_tokens must be 1 or more, or -1 for as many as the context has room for, got {max_tokens}"
-        )
-    if length >= model.context:
-        raise ValueError(f"the prompt has {length} tokens, and the model's context is {model.context}: shorten it")
-    room = model.context - length
-    return room if max_tokens == -1 else min(max_tokens, room)
