@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,27 @@ from .sample_utils import TokenSampler
 from .sampling import SamplingParams
 
 Prompt = str | Sequence[int] | Tensor
+SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+PROCESSORS = "logits_processors=make_logits_processors(...) of halfbyte.sample_utils"
+ELSEWHERE = {
+    "temp": "temperature",
+    "repetition_context_size": PROCESSORS,
+    "presence_context_size": PROCESSORS,
+    "frequency_context_size": PROCESSORS,
+    "min_tokens_to_keep": "sampler=make_sampler(...) of halfbyte.sample_utils",
+    "xtc_probability": "sampler=make_sampler(...) of halfbyte.sample_utils",
+    "xtc_threshold": "sampler=make_sampler(...) of halfbyte.sample_utils",
+    "max_new_tokens": "max_tokens",
+    "eos_token_ids": "the tokenizer's eos_token_ids",
+}  # where what scripts ask for is taken
+MISSING = {
+    "draft_model": "there is no speculative decoding",
+    "kv_bits": "a cache keeps what the model computed, unrounded",
+    "max_kv_size": "a cache keeps all tokens of its text",
+    "input_embeddings": "a prompt is ids or a text",
+    "stream": "there are no streams of mlx",
+}  # what mlx-lm takes, and we do not
+DETAILS = {"num_draft_tokens", "kv_group_size", "quantized_kv_start", "prefill_batch_size"}  # of what was not asked for
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
@@ -36,11 +58,29 @@ def room(model: Decoder, length: int, max_tokens: int) -> int:
 
 
 def choosing(
-    tokenizer: Tokenizer, sampler: Chooser | None, sampling: Mapping[str, Any]
+    tokenizer: Tokenizer, sampler: Chooser | None, options: Mapping[str, Any]
 ) -> tuple[SamplingParams, Chooser | None]:
     """How one reply's tokens are chosen: by parameters, or by a function. One that says no more than parameters can is
-    taken at its word, so that its steps are replayed."""
-    if isinstance(sampler, TokenSampler) and (params := sampler.params()) is not None:
-        given = SamplingParams.of(None, **sampling)
-        return (params if given.seed is None else replace(params, seed=given.seed)), None
-    return SamplingParams.of(tokenizer.generation_config, **sampling), sampler
+    taken at its word, so that its steps are replayed. None is as good as not given."""
+    given = {name: value for name, value in options.items() if value is not None and name not in DETAILS}
+    if unknown := sorted(given.keys() - SAMPLING):
+        raise TypeError("; ".join(map(_unknown, unknown)))
+    if sampler is None:
+        return SamplingParams.of(tokenizer.generation_config, **given), None
+    if given:
+        raise ValueError(
+            f"{', '.join(sorted(given))}: without effect beside a sampler. Leave one of them out, or say it in "
+            "make_sampler or make_logits_processors; draws of make_sampler follow torch.manual_seed."
+        )
+    params = sampler.params() if isinstance(sampler, TokenSampler) else None
+    return (SamplingParams(), sampler) if params is None else (params, None)
+
+
+def _unknown(name: str) -> str:
+    """What is wrong with a name that nobody takes."""
+    if name in MISSING:
+        return f"{name} is not taken: {MISSING[name]}"
+    if name in ELSEWHERE:
+        return f"{name} is not taken here: use {ELSEWHERE[name]}"
+    near = get_close_matches(name, [*SAMPLING, "max_tokens", "sampler", "logits_processors", "prompt_cache"], 1)
+    return f"there is no parameter {name}" + (f": did you mean {near[0]}?" if near else "")

@@ -202,13 +202,45 @@ def test_progress_of_a_prompt(loaded):
         ([1], {"max_tokens": 0}, "max_tokens must be 1 or more, or -1"),
         ([1], {"max_tokens": -2}, "max_tokens must be 1 or more, or -1"),
         ([1], {"temperature": float("nan")}, "temperature"),
-        ([1], {"temprature": 1.0}, "temprature"),
         ([1] * 99999, {}, "context is"),
     ],
 )
 def test_bad_requests_are_refused(loaded, prompt, options, said):
     with pytest.raises(ValueError, match=said):
         list(halfbyte.stream_generate(*loaded, prompt, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"temprature": 1.0}, "no parameter temprature: did you mean temperature"),
+        ({"temp": 0.7}, "temp is not taken here: use temperature"),
+        ({"repetition_context_size": 30}, "use logits_processors=make_logits_processors"),
+        ({"xtc_probability": 0.1}, "use sampler=make_sampler"),
+        ({"draft_model": object()}, "draft_model is not taken: there is no speculative decoding"),
+        ({"kv_bits": 4}, "kv_bits is not taken"),
+        ({"max_kv_size": 512}, "max_kv_size is not taken"),
+        ({"anything": 1}, "no parameter anything$"),
+    ],
+)
+def test_a_name_that_is_not_taken_is_told_where_to_go(loaded, options, said):
+    with pytest.raises(TypeError, match=said):
+        halfbyte.generate(*loaded, [1], **options)
+    with pytest.raises(TypeError, match=said):
+        halfbyte.batch_generate(*loaded, [[1]], **options)
+
+
+def test_what_is_none_is_not_given(loaded):
+    """mlx-lm's command line and scripts pass on what nobody asked for."""
+    names = ["sampler", "logits_processors", "prompt_cache", "prompt_progress_callback", "draft_model", "max_kv_size"]
+    unasked = {**dict.fromkeys([*names, "kv_bits", "temperature", "seed"]), "kv_group_size": 64, "num_draft_tokens": 3}
+    text = halfbyte.generate(*loaded, [5, 6, 7], max_tokens=4, quantized_kv_start=5000, **unasked)
+    assert text == halfbyte.generate(*loaded, [5, 6, 7], max_tokens=4)
+
+
+def test_parameters_beside_a_sampler_would_count_for_nothing(loaded):
+    with pytest.raises(ValueError, match="seed, temperature: without effect beside a sampler"):
+        halfbyte.generate(*loaded, [5], sampler=lambda scores: scores.argmin(-1), temperature=0.7, seed=1)
 
 
 def test_requests_join_and_leave_at_every_step():

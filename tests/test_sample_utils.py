@@ -194,8 +194,6 @@ def test_a_script_of_mlx_lms(loaded):
     drawn = text(sampler=ours.make_sampler(temp=1.0))
     assert drawn == text(sampler=ours.make_sampler(temp=1.0))
     assert len({halfbyte.generate(model, tokenizer, prompt, sampler=ours.make_sampler(temp=2.0)) for _ in range(4)}) > 1
-    seeded = text(sampler=ours.make_sampler(temp=1.0), seed=3)
-    assert seeded == text(temperature=1.0, seed=3, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 
 
 def test_rows_of_a_batch_draw_apart(loaded):
