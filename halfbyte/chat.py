@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,13 +14,12 @@ from .errors import CheckpointError, shown
 from .text import template
 from .text.control import Controls, clean, each_string
 from .text.decoder import Decoder, Stops, detokenizer
+from .text.messages import Messages, normal
 from .text.reply import Reply, Syntax, syntax
 from .text.template import TemplateError
 
 log = logging.getLogger(__name__)
-Messages = Sequence[Mapping[str, Any]]
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; templates read the first
 TAIL = 16  # ids at the end of a prompt that show whether it opens the reasoning
 
 
@@ -47,11 +45,18 @@ class Tokenizer:
         self._special = frozenset(id for id, token in tokens.get_added_tokens_decoder().items() if token.special)
 
     @classmethod
-    def open(cls, folder: Path | str, vocab_rows: int | None = None) -> Tokenizer:
-        """The tokenizer of a model folder. `vocab_rows`: the rows of the model's embedding, which its ids must fit."""
+    def open(
+        cls, folder: Path | str, vocab_rows: int | None = None, instead: Mapping[str, Any] | None = None
+    ) -> Tokenizer:
+        """The tokenizer of a model folder. `vocab_rows`: the rows of the model's embedding, which its ids must fit.
+
+        `instead`: special tokens by their names, and a chat_template, in place of what the files say.
+        """
         folder = Path(folder)
         tokens = _read_tokens(folder)
+        changed = _changed(tokens, instead or {})
         settings = _read_json(folder, "special_tokens_map.json") | _read_json(folder, "tokenizer_config.json")
+        settings |= changed
         named = {name: _content(settings[name]) for name in NAMED_TOKENS if settings.get(name) is not None}
         generation = _generation_config(folder)
         rows = _vocabulary(tokens)
@@ -61,7 +66,10 @@ class Tokenizer:
                 "The tokenizer is another model's: download the folder again."
             )
         eos_ids = _eos_ids(folder, generation, tokens, named.get("eos_token"), vocab_rows or rows)
-        return cls(tokens, named, template.find(folder, settings), eos_ids, generation, rows)
+        templates = template.find(folder, settings)
+        if "chat_template" in changed:
+            templates["default"] = changed["chat_template"]
+        return cls(tokens, named, templates, eos_ids, generation, rows)
 
     @property
     def bos_token(self) -> str | None:
@@ -118,7 +126,7 @@ class Tokenizer:
         **template_args: Any,
     ) -> str:
         """The text that the chat template makes of messages, byte for byte that of transformers. Parts are one text."""
-        given = [each_string(message, clean) for message in _normal(messages)]
+        given = [each_string(message, clean) for message in normal(messages)]
         more = each_string({"tools": tools, **template_args}, clean)
         return self._render(given, more, add_generation_prompt)
 
@@ -131,7 +139,7 @@ class Tokenizer:
     ) -> list[int]:
         """The ids of a conversation. Control tokens are those the template writes; in messages they are text."""
         guard, own = self.controls.guard, self.controls.guard_assistant
-        given = [each_string(one, own if one["role"] == "assistant" else guard) for one in _normal(messages)]
+        given = [each_string(one, own if one["role"] == "assistant" else guard) for one in normal(messages)]
         more = each_string({"tools": tools, **template_args}, guard)
         return self.controls.encode_marked(self._render(given, more, add_generation_prompt))
 
@@ -158,46 +166,6 @@ class Tokenizer:
             )
         conversation = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         return template.render(self.templates[named], {"documents": None, **self.named, **more, **conversation})
-
-
-def _normal(messages: Messages) -> list[dict[str, Any]]:
-    """Messages as templates expect them: reasoning under its name, text parts joined, arguments as objects."""
-    if isinstance(messages, str | Mapping) or not messages:
-        raise TemplateError("The messages must be a list of at least one {'role': ..., 'content': ...}.")
-    normal = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise TemplateError(f"messages[{index}]: an object with a role was expected, it is {shown(message)}.")
-        one = dict(message)
-        reasoning = next((one[name] for name in REASONING if one.get(name) is not None), None)
-        if reasoning is not None:
-            one = {"thinking": reasoning, **one, "reasoning_content": reasoning}
-        if isinstance(one.get("content"), list | tuple):
-            one["content"] = _joined(one["content"], index)
-        if isinstance(one.get("tool_calls"), list | tuple):
-            one["tool_calls"] = [_call(call) for call in one["tool_calls"]]
-        normal.append(one)
-    return normal
-
-
-def _joined(parts: Iterable[Any], index: int) -> str:
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    joined = [text for text in texts if isinstance(text, str)]
-    if len(joined) < len(texts):
-        raise TemplateError(f"messages[{index}]: only parts of text are taken.")
-    return "".join(joined)
-
-
-def _call(call: Any) -> Any:
-    """OpenAI's clients send arguments as a string of JSON; templates read an object."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _read_tokens(folder: Path) -> tokenizers.Tokenizer:
@@ -230,6 +198,20 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     except CheckpointError as error:
         log.warning("%s It is ignored.", error)
         return {}
+
+
+def _changed(tokens: tokenizers.Tokenizer, instead: Mapping[str, Any]) -> dict[str, str]:
+    """What a program says in place of tokenizer_config.json. It may allow code to run, which never does."""
+    given = {name: value for name, value in instead.items() if name != "trust_remote_code" and value is not None}
+    known = (*NAMED_TOKENS, "chat_template")
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"tokenizer_config: {name} is not taken; these are: {', '.join(known)}")
+        if not isinstance(value, str):
+            raise ValueError(f"tokenizer_config: {name} must be a string, it is {shown(value)}")
+        if name in NAMED_TOKENS and tokens.token_to_id(value) is None:
+            raise ValueError(f"tokenizer_config: {name} {shown(value)} is no token of this model")
+    return given
 
 
 def _content(token: Any) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,6 +35,11 @@ from .tiered_experts import TieredResidency
 
 log = logging.getLogger(__name__)
 PER_TOKEN = ("num_experts_per_tok", "top_k_experts")  # the key, as families call it
+NOT_DONE = {
+    "model_config": "a model is what its config.json says; change that file",
+    "adapter_path": "adapters are not applied; fuse them into the weights first (mlx_lm.fuse)",
+    "return_config": "it is halfbyte.config.read(folder).values",
+}  # of what mlx-lm's load does
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -151,10 +157,16 @@ def resident_experts(made: Decoder, ledger: Ledger, allowed: Allowed, policy: st
 
 
 def load(
-    path_or_repo: Path | str,
+    path_or_hf_repo: Path | str,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     *,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    adapter_path: Path | str | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    trust_remote_code: bool = False,
     revision: str | None = None,
     offline: bool = False,
     load: Load = "read",
@@ -168,14 +180,25 @@ def load(
     """The model and the tokenizer of a folder, or of a repository of the hub such as mlx-community/...
 
     On a terminal a bar shows how far a download is, unless there is a `progress`, which is told of the loading.
+
+    mlx-lm's arguments go by name. `tokenizer_config` replaces special tokens (eos_token="...") and the chat_template.
+    `lazy` and `trust_remote_code` may be said and change nothing: weights are read at once, unless load="map", and no
+    code of a model is ever run. `model_config`, `adapter_path` and `return_config` are refused where they ask for
+    something.
     """
+    if isinstance(device, Mapping):
+        raise TypeError("load: the second argument is the device; give tokenizer_config and model_config by name")
+    asked = {"model_config": model_config, "adapter_path": adapter_path, "return_config": return_config}
+    for name, why in NOT_DONE.items():
+        if asked[name]:
+            raise ValueError(f"load: {name} is not taken: {why}")
     fetching = bar if progress is None and rewritable(sys.stderr) else no_progress
-    folder = hub.locate(path_or_repo, revision=revision, offline=offline, progress=fetching)
+    folder = hub.locate(path_or_hf_repo, revision=revision, offline=offline, progress=fetching)
     model = load_model(
         folder, device, dtype, load=load, progress=progress, allowed=allowed, expert_cache=expert_cache,
         expert_policy=expert_policy, top_k_experts=top_k_experts, check=check,
     )  # fmt: skip
-    return model, Tokenizer.open(folder, model.vocabulary)
+    return model, Tokenizer.open(folder, model.vocabulary, tokenizer_config)
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:
