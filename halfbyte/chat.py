@@ -17,13 +17,14 @@ from .text.decoder import Decoder, Stops, detokenizer
 from .text.messages import Messages, normal
 from .text.reply import Reply, Syntax, syntax
 from .text.template import TemplateError
+from .text.tokenizer_names import TokenizerNames, refuse_other_forms
 
 log = logging.getLogger(__name__)
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TAIL = 16  # ids at the end of a prompt that show whether it opens the reasoning
 
 
-class Tokenizer:
+class Tokenizer(TokenizerNames):
     """The text side of a model folder. Everything that was read from it is here; nothing is read later."""
 
     def __init__(
@@ -72,42 +73,30 @@ class Tokenizer:
         return cls(tokens, named, templates, eos_ids, generation, rows)
 
     @property
-    def bos_token(self) -> str | None:
-        return self.named.get("bos_token")
-
-    @property
     def bos_id(self) -> int | None:
-        return self.tokens.token_to_id(self.bos_token) if self.bos_token is not None else None
+        return self.bos_token_id
 
-    @property
-    def chat_template(self) -> str | None:
-        """The template that most use; None is a base model. Under the name that mlx-lm's scripts ask for, as below."""
-        return self.templates.get("default")
+    def encode(self, text: str, special: bool = False, *, add_special_tokens: bool | None = None) -> list[int]:
+        """The ids of a text, nothing added. Control tokens in it are text, or themselves where `special` says so.
 
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self.eos_ids
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The tokenizer's own end of text, where it ends replies; else the first that does."""
-        named = self.named.get("eos_token")
-        own = self.tokens.token_to_id(named) if named is not None else None
-        return own if own in self.eos_ids else min(self.eos_ids, default=None)
-
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        """The ids of a text, nothing added. Control tokens in it are text, or themselves where `special` says so."""
+        Said either way, `add_special_tokens` is transformers': control tokens are meant, and those that open and close
+        a text are added or not.
+        """
+        if add_special_tokens is not None:
+            ids: list[int] = self.tokens.encode(clean(text), add_special_tokens=add_special_tokens).ids
+            return ids
         return self.controls.encode_trusted(clean(text)) if special else self.controls.encode_text(text)
 
     def prompt_ids(self, text: str) -> list[int]:
         """A raw prompt as mlx-lm takes it: control tokens are meant, and one that opens a text is put before it."""
         opened = self.bos_token is not None and text.startswith(self.bos_token)
-        ids: list[int] = self.tokens.encode(clean(text), add_special_tokens=not opened).ids
-        return ids
+        return self.encode(text, add_special_tokens=not opened)
 
-    def decode(self, ids: Sequence[int], special: bool = True) -> str:
-        """The text of ids, with special tokens or without them."""
-        text: str = self.tokens.decode(list(ids), skip_special_tokens=not special)
+    def decode(self, ids: int | Sequence[int], special: bool = True, *, skip_special_tokens: bool | None = None) -> str:
+        """The text of ids, with special tokens or without them, which is also said as transformers says it."""
+        given = ids.tolist() if hasattr(ids, "tolist") else ids
+        skip = not special if skip_special_tokens is None else skip_special_tokens
+        text: str = self.tokens.decode([given] if isinstance(given, int) else list(given), skip_special_tokens=skip)
         return text
 
     def token_bytes(self, id: int) -> bytes:
@@ -148,7 +137,7 @@ class Tokenizer:
     ) -> list[int] | str:
         """chat_ids or render, under the name that mlx-lm's scripts call."""
         make = self.chat_ids if tokenize else self.render
-        return make(conversation, add_generation_prompt=add_generation_prompt, **kwargs)
+        return make(conversation, add_generation_prompt=add_generation_prompt, **refuse_other_forms(kwargs))
 
     def reply(self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
         """What takes the reply to a prompt apart, into reasoning, text and, where tools were offered, calls."""

@@ -1,9 +1,14 @@
 """mlx-lm's names for what scripts begin with: load, and what they ask of a tokenizer."""
 
 import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
 
 import halfbyte
+from halfbyte.chat import Tokenizer
+from halfbyte.hub import locate
 
+TEXTS = ["Once upon a time", "<|im_start|>user\nHi<|im_end|>\n", "", " zwei  äöü 日本 👋", "<|im_end|><|endoftext|>"]
 PROMPT = [{"role": "user", "content": "Hi"}]
 
 
@@ -54,3 +59,93 @@ def test_what_load_does_not_do_is_refused_by_name(given, said):
 def test_a_tokenizer_config_by_position_is_no_device():
     with pytest.raises(TypeError, match="give tokenizer_config and model_config by name"):
         halfbyte.load("tiny", {"trust_remote_code": True})
+
+
+@pytest.fixture(scope="module")
+def theirs(loaded):
+    """transformers' own, of the same files."""
+    return PreTrainedTokenizerFast(tokenizer_file=str(locate("tiny") / "tokenizer.json"), **loaded[1].named)
+
+
+@pytest.mark.parametrize(
+    "name", ["eos_token", "eos_token_id", "pad_token", "pad_token_id", "bos_token", "bos_token_id"]
+)
+def test_special_tokens_are_those_of_transformers(loaded, theirs, name):
+    assert getattr(loaded[1], name) == getattr(theirs, name)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_and_tokens_are_those_of_transformers(loaded, theirs, text):
+    ours = loaded[1]
+    for add in (True, False):
+        assert ours.encode(text, add_special_tokens=add) == theirs.encode(text, add_special_tokens=add)
+    ids = theirs.encode(text, add_special_tokens=False)
+    tokens = theirs.convert_ids_to_tokens(ids)
+    assert ours.convert_ids_to_tokens(ids) == tokens and ours.convert_tokens_to_ids(tokens) == ids
+    for skip in (True, False):
+        wanted = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids, skip_special_tokens=skip) == wanted
+        assert ours.decode(torch.tensor(ids, dtype=torch.int64), skip_special_tokens=skip) == wanted
+    if ids:
+        assert ours.convert_ids_to_tokens(ids[0]) == tokens[0] and ours.convert_tokens_to_ids(tokens[0]) == ids[0]
+        assert ours.decode(ids[0]) == theirs.decode(ids[0])
+
+
+def test_the_vocabulary(loaded, theirs):
+    ours = loaded[1]
+    assert ours.get_vocab() == theirs.get_vocab() and len(ours) == len(theirs)
+    assert ours.vocab_size > max(ours.get_vocab().values())
+    assert ours.convert_ids_to_tokens(10**6) is None and ours.convert_ids_to_tokens(-1) is None
+    assert ours.convert_tokens_to_ids("no such token") is None and ours.unk_token_id is None
+
+
+def test_what_a_model_can_do(loaded):
+    tiny = loaded[1]
+    assert tiny.has_chat_template and not tiny.has_thinking and not tiny.has_tool_calling
+    assert (tiny.think_start, tiny.think_end) == (None, None)
+    thinks = {"default": "{{ '<think>' }}{{ messages }}</think><tool_call>"}
+    thinker = Tokenizer(tiny.tokens, tiny.named, thinks, tiny.eos_ids, {}, tiny.vocab_size)
+    assert thinker.has_thinking and thinker.has_tool_calling and thinker.think_start == "<think>"
+    bare = Tokenizer(tiny.tokens, {}, {}, [], {}, tiny.vocab_size)
+    assert not bare.has_chat_template and bare.pad_token is bare.pad_token_id is bare.eos_token is None
+
+
+def test_more_tokens_may_end_a_reply(loaded):
+    tokenizer = Tokenizer(loaded[1].tokens, loaded[1].named, {}, [0], {}, loaded[1].vocab_size)
+    tokenizer.add_eos_token("<|im_end|>")
+    tokenizer.add_eos_token("7")
+    assert tokenizer.eos_token_ids == {0, 7, tokenizer.eos_token_id}
+    with pytest.raises(ValueError, match="'<nothing>' is no token"):
+        tokenizer.add_eos_token("<nothing>")
+    with pytest.raises(ValueError, match="'999999' is no token"):
+        tokenizer.add_eos_token("999999")
+    first = next(halfbyte.stream_generate(loaded[0], loaded[1], [5, 6, 7], temperature=0)).token
+    tokenizer.eos_token_ids = [first]
+    (only,) = halfbyte.stream_generate(loaded[0], tokenizer, [5, 6, 7], temperature=0)
+    assert only.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_detokenizer_streams_it(loaded, text):
+    tokenizer = loaded[1]
+    stream, segments = tokenizer.detokenizer, []
+    for _ in range(2):
+        stream.reset()
+        for id in tokenizer.encode(text):
+            stream.add_token(id)
+            segments.append(stream.last_segment)
+        stream.finalize()
+        segments.append(stream.last_segment)
+        assert stream.text == text == tokenizer.decode(stream.tokens)
+    assert "".join(segments) == text * 2
+
+
+def test_a_chat_template_gives_a_list_or_a_text(loaded):
+    tokenizer = loaded[1]
+    plain = tokenizer.apply_chat_template(PROMPT)
+    assert tokenizer.apply_chat_template(PROMPT, return_dict=False, return_tensors=None) == plain
+    text = tokenizer.apply_chat_template(PROMPT, tokenize=False)
+    assert tokenizer.encode(text, add_special_tokens=False) == plain
+    for given in ({"return_dict": True}, {"return_tensors": "np"}):
+        with pytest.raises(ValueError, match="apply_chat_template: return_"):
+            tokenizer.apply_chat_template(PROMPT, **given)
