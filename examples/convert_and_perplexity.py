@@ -4,8 +4,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from halfbyte import generate, load
-from halfbyte.convert import convert
+from halfbyte import convert, generate, load
 from halfbyte.hub import locate
 from halfbyte.quality import quality
 

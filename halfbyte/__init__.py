@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what editors and mypy read; a test holds it equal to the list below
+    from .conversion.converting import convert as convert
     from .engine import logits as logits
     from .generation import batch_generate as batch_generate
     from .generation import generate as generate
@@ -18,7 +19,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "load": "loading", "load_model": "loading", "logits": "engine", "generate": "generation",
-    "stream_generate": "generation", "batch_generate": "generation",
+    "stream_generate": "generation", "batch_generate": "generation", "convert": "conversion.converting",
     "quantize": "ops.quant", "dequantize": "ops.quant", "Packed": "ops.quant",
 }  # fmt: skip
 

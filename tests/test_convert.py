@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from functools import cache
+from inspect import signature
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,11 +22,12 @@ from mlx_lm.utils import load_model as mlx_load
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY
 
+import halfbyte
 from halfbyte.checkpoint import shards
 from halfbyte.checkpoint.quantisation import Format
-from halfbyte.convert import conversion, convert, saving
-from halfbyte.convert.hf_names import FAMILIES as HF_FAMILIES
-from halfbyte.convert.recipes import MIXED, Recipe
+from halfbyte.conversion import convert, planning, saving
+from halfbyte.conversion.hf_names import FAMILIES as HF_FAMILIES
+from halfbyte.conversion.recipes import MIXED, Recipe
 from halfbyte.engine import logits
 from halfbyte.errors import CheckpointError
 from halfbyte.loading import load_model
@@ -356,7 +358,7 @@ def test_fp8_blocks_of_any_size_and_family(source, tmp_path, monkeypatch):
     tensors = tensors_of(source("qwen3_moe"))
     config = {**keys_of("qwen3_moe"), "quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
     fp8 = to_fp8(tensors, block)
-    monkeypatch.setattr(conversion, "CHUNK", 128 * 37)
+    monkeypatch.setattr(planning, "CHUNK", 128 * 37)
     convert(write(tmp_path / "fp8", fp8, config), tmp_path / "ours")
     got = tensors_of(tmp_path / "ours")
 
@@ -404,7 +406,7 @@ def test_nvfp4_with_a_scale_for_each_expert(source, tmp_path, monkeypatch):
             tensors[f"{path}.global_scale"] = packed.global_scale
             wanted[f"{path}.weight"] = dequantize(packed, torch.bfloat16)
     scaled = write(tmp_path / "scaled", tensors, config_of(tmp_path / "plain"))
-    monkeypatch.setattr(conversion, "CHUNK", 128 * 64 * 2)
+    monkeypatch.setattr(planning, "CHUNK", 128 * 64 * 2)
     convert(scaled, tmp_path / "copy")
     copied = tensors_of(tmp_path / "copy")
     assert copied.keys() == tensors.keys() and all(torch.equal(copied[name], tensors[name]) for name in copied)
@@ -433,7 +435,7 @@ def test_experts_that_lie_apart_are_stacked_codes_as_they_are(four_bits, tmp_pat
 
 
 def test_weights_cut_into_pieces_are_the_same(source, four_bits, tmp_path, monkeypatch):
-    monkeypatch.setattr(conversion, "CHUNK", 128 * 5)
+    monkeypatch.setattr(planning, "CHUNK", 128 * 5)
     convert(source("deepseek_v3"), tmp_path / "ours", quantize=True)
     same_files(tmp_path / "ours", four_bits("deepseek_v3"))
 
@@ -551,6 +553,27 @@ def test_a_predicate_of_ones_own(source, tmp_path):
     assert error(logits(load_model(tmp_path / "ours"), IDS)[0], mlx_logits(tmp_path / "ours")) < CLOSE
 
 
+def test_arguments_are_mlx_lms_in_its_order():
+    """With its defaults; ours come after, by name."""
+    ours, theirs = ([*signature(each).parameters.values()] for each in (halfbyte.convert, mlx_convert))
+    both = list(zip(ours, theirs, strict=False))
+    assert len(both) == len(theirs) and all((a.name, a.default) == (b.name, b.default) for a, b in both)
+    assert all(one.kind is one.KEYWORD_ONLY for one in ours[len(theirs) :])
+
+
+def test_a_script_of_mlx_lms_converts_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    halfbyte.convert("tiny", q_mode="affine", dequantize=True, trust_remote_code=True)
+    with pytest.raises(ValueError, match="exists"):
+        halfbyte.convert("tiny", "mlx_model", dequantize=True)
+    halfbyte.convert(str(tmp_path / "mlx_model"), "eight", True, 64, 8)
+    before, _ = halfbyte.load("tiny", device="cpu")
+    after, tokenizer = halfbyte.load("eight", device="cpu")
+    ids = tokenizer.encode("Once upon a time")
+    assert error(logits(after, ids)[0], logits(before, ids)[0]) < 0.5
+    assert json.loads((tmp_path / "eight" / "config.json").read_text())["quantization"]["bits"] == 8
+
+
 def broken(change):
     """A small dense source with something wrong, by name of what is."""
 
@@ -598,7 +621,8 @@ def test_a_source_that_cannot_be_converted(change, options, said, source, tmp_pa
         ({"quantize": True, "dequantize": True}, "quantize and dequantize exclude each other"),
         ({"q_bits": 4}, "q_bits counts only with quantize"),
         ({"q_mode": "mxfp4"}, "q_mode counts only with quantize"),
-        ({"q_mode": "affine", "dequantize": True}, "q_mode counts only with quantize"),
+        ({"q_mode": "nvfp4", "dequantize": True}, "q_mode counts only with quantize"),
+        ({"upload_repo": "me/model"}, "upload_repo is not taken"),
         ({"quant_predicate": "mixed_2_6"}, "quant_predicate counts only with quantize"),
         ({"quantize": True, "q_bits": 7}, "bits"),
         ({"quantize": True, "q_group_size": 16}, "group"),
@@ -618,7 +642,7 @@ def test_options_that_make_no_sense(options, said, tmp_path):
 GROWTH = """
 import sys
 from pathlib import Path
-from halfbyte.convert import convert
+from halfbyte import convert
 
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import save_file
 from tiny_models import QWEN3
 
-from halfbyte.convert import conversion, convert, saving
+from halfbyte.conversion import convert, planning, saving
 from halfbyte.errors import StorageError
 from halfbyte.loading import load_model
 
 KILLS = 200 if os.environ.get("HALFBYTE_SOAK") else 10
 # A process that has imported everything, and of which others are forked in no time.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["halfbyte.convert", "pytest", "hypothesis", "safetensors.torch"])
+PROCESSES.set_forkserver_preload(["halfbyte.conversion", "pytest", "hypothesis", "safetensors.torch"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,7 +72,7 @@ def wanted(source, tmp_path_factory):
 
 def in_pieces(source, target):
     """In many steps, so that there are many moments to die at."""
-    conversion.CHUNK = 1 << 12
+    planning.CHUNK = 1 << 12
     convert(source, target, dtype="float32")
 
 
@@ -152,7 +152,7 @@ def test_row_59_kill_at_random_times(source, wanted, tmp_path):
 def test_row_59_kill_at_calls_of_the_system(source, wanted, tmp_path, monkeypatch):
     """Before anything is there, between writes, around the rename."""
     target, outcomes = tmp_path / "result", []
-    monkeypatch.setattr(conversion, "CHUNK", 1 << 12)
+    monkeypatch.setattr(planning, "CHUNK", 1 << 12)
     last = counted(monkeypatch.setattr, lambda count: None)
     convert(source, target, dtype="float32")
     monkeypatch.undo()
@@ -246,7 +246,7 @@ def test_row_61_the_system_refuses(call, source, tmp_path, monkeypatch):
 def test_row_61_short_writes_are_continued(source, wanted, tmp_path, monkeypatch):
     whole = os.pwrite
     monkeypatch.setattr(saving.os, "pwrite", lambda file, data, at: whole(file, data[:999], at))
-    monkeypatch.setattr(conversion, "CHUNK", 1 << 14)
+    monkeypatch.setattr(planning, "CHUNK", 1 << 14)
     convert(source, tmp_path / "result", dtype="float32")
     assert contents(tmp_path / "result") == wanted
     load_model(tmp_path / "result")

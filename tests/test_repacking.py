@@ -13,8 +13,8 @@ from streaming import TINY, budget_of, mixtures_of, shard, tokens
 from halfbyte import cli, expert_reader
 from halfbyte.accounting import skeleton
 from halfbyte.checkpoint.sidecar import MANIFEST, file_size, own_parts, path_of, stride
-from halfbyte.convert import repacking, saving
-from halfbyte.convert.repacking import repack
+from halfbyte.conversion import repacking, saving
+from halfbyte.conversion.repacking import repack
 from halfbyte.errors import CheckpointError, StorageError
 from halfbyte.fitting import CPU, Allowed
 from halfbyte.loading import load_model

@@ -149,3 +149,27 @@ def test_a_chat_template_gives_a_list_or_a_text(loaded):
     for given in ({"return_dict": True}, {"return_tensors": "np"}):
         with pytest.raises(ValueError, match="apply_chat_template: return_"):
             tokenizer.apply_chat_template(PROMPT, **given)
+
+
+SCRIPT = """
+from {package} import load, generate, stream_generate, batch_generate, convert
+from {package}.sample_utils import make_sampler, make_logits_processors
+from {package}.models.cache import make_prompt_cache
+
+model, tokenizer = load("tiny", lazy=False, tokenizer_config={{}})
+prompt = tokenizer.apply_chat_template([{{"role": "user", "content": "Hi"}}], add_generation_prompt=True)
+text = generate(
+    model, tokenizer, prompt=prompt, max_tokens=20, verbose=True,
+    sampler=make_sampler(temp=0.7, top_p=0.9, min_p=0.0, top_k=20),
+    logits_processors=make_logits_processors(repetition_penalty=1.1),
+)
+cache = make_prompt_cache(model)
+for response in stream_generate(model, tokenizer, prompt, max_tokens=5, prompt_cache=cache):
+    print(response.text, end="")
+many = batch_generate(model, tokenizer, [prompt, prompt], max_tokens=4, verbose=True, sampler=make_sampler())
+assert isinstance(text, str) and len(many.texts) == 2 and callable(convert)
+"""
+
+
+def test_a_script_of_mlx_lms_with_another_import():
+    exec(SCRIPT.format(package="halfbyte"), {})

@@ -75,7 +75,9 @@ BELOW = {
         "tiered_experts",
     },
     "accounting": {"cache", "checkpoint", "models"},
-    "convert": {"checkpoint", "config", "convert", "errors", "files", "limits", "models", "ops", "strict_json"},
+    "conversion": {
+        "checkpoint", "config", "conversion", "errors", "files", "hub", "limits", "models", "ops", "strict_json",
+    },
     "text": {"errors", "files", "limits", "strict_json", "text"},
     "chat": {"errors", "files", "limits", "strict_json", "text"},
     "sampling": {"errors", "limits", "ops", "step"},
@@ -123,7 +125,7 @@ BELOW = {
     },
     "commands": {
         "__init__", "accounting", "bench", "bench_load", "bench_model", "cache", "cache_file", "cases", "chat",
-        "checkpoint", "commands", "compilation", "conversation", "conversation_file", "convert", "cuda",
+        "checkpoint", "commands", "compilation", "conversation", "conversation_file", "conversion", "cuda",
         "device_experts", "disk", "errors", "expert_cache", "expert_shares", "explain", "files", "fitting",
         "fusion", "generation", "grammar", "hub", "listing", "loading", "machine", "memory", "model_proof", "models",
         "ops", "progress", "proof", "quality", "residency", "routes", "sampling", "server", "simulation",
@@ -131,7 +133,7 @@ BELOW = {
     },
     "cli": {"__init__", "commands", "errors", "progress"},
     "__main__": {"cli"},
-    "__init__": {"engine", "generation", "loading", "ops"},
+    "__init__": {"conversion", "engine", "generation", "loading", "ops"},
 }  # fmt: skip
 LANGUAGE_PACKAGES = {"numba": {"numba", "llvmlite"}, "triton": {"triton"}, "metal": set()}
 LIGHT = {

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from halfbyte.convert import convert
+from halfbyte import convert
 
 from . import tokenizer
 from .shape import GROUP, PREFIX, Shape, config

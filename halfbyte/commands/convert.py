@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert a checkpoint to MLX's format. The result appears whole or not at all; mlx-lm loads it too."""
-    from ..convert.converting import convert
+    from ..conversion.converting import convert
     from ..errors import HalfbyteError
 
     if args.repack != (args.target is None):
@@ -43,8 +43,9 @@ def run(args: argparse.Namespace) -> int:
     source = located(args.source, args)
     try:
         plan = convert(
-            source, args.target, args.quantize, args.q_bits, args.q_group_size, args.q_mode, args.quant_predicate,
-            args.dtype, args.dequantize, args.dry_run, bar("writing"),
+            source, args.target, args.quantize, args.q_group_size, args.q_bits, args.q_mode, args.dtype,
+            dequantize=args.dequantize, quant_predicate=args.quant_predicate, dry_run=args.dry_run,
+            progress=bar("writing"),
         )  # fmt: skip
     except HalfbyteError:
         raise
@@ -71,7 +72,7 @@ def repacked(args: argparse.Namespace) -> int:
     """`convert SRC --repack`."""
     from ..accounting import skeleton
     from ..checkpoint.sidecar import file_size
-    from ..convert import repacking
+    from ..conversion import repacking
     from ..errors import HalfbyteError
     from ..residency import require_as_stored
 

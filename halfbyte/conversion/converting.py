@@ -10,44 +10,54 @@ import math
 from pathlib import Path
 from typing import Any
 
+from .. import hub
 from ..checkpoint import folder as checkpoints
 from ..checkpoint.quantisation import Format
 from ..checkpoint.reading import Progress
 from ..models import MODELS
 from ..ops.formats import DEFAULTS, require_format
-from . import conversion, originals, saving
-from .conversion import DTYPES, Plan
+from . import originals, planning, saving
+from .planning import DTYPES, Plan
 from .recipes import MIXED, Predicate
 
 __all__ = ["Plan", "convert"]
 
 
 def convert(
-    src: Path | str,
-    dst: Path | str,
+    hf_path: Path | str,
+    mlx_path: Path | str = "mlx_model",
     quantize: bool = False,
-    q_bits: int | None = None,
     q_group_size: int | None = None,
-    q_mode: str | None = None,
-    quant_predicate: Predicate | str | None = None,
+    q_bits: int | None = None,
+    q_mode: str | None = "affine",
     dtype: str | None = None,
+    upload_repo: str | None = None,
+    revision: str | None = None,
     dequantize: bool = False,
+    quant_predicate: Predicate | str | None = None,
+    trust_remote_code: bool = False,
+    *,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
-    """Write to the new folder `dst` what the checkpoint in `src` becomes; `dry_run` only says what that is.
+    """Write to the new folder `mlx_path` what a checkpoint becomes; `dry_run` only says what that is.
 
+    `hf_path` is a folder, or the name of a repository of the hub (a string); arguments are mlx-lm's, in its order.
     `quant_predicate`: a mixture of two widths by layer (mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6), or a function of a
-    module's path and shape that returns True, False, or {"bits", "group_size", perhaps "mode"}. `q_mode` is affine if
-    it is not given. `dtype` is that of all that is not codes; by default what config.json says. progress(done, total)
-    counts bytes written.
+    module's path and shape that returns True, False, or {"bits", "group_size", perhaps "mode"}. Width and group are the
+    mode's own if they are not given. `dtype` is that of all that is not codes; by default what config.json says.
+    progress(done, total) counts bytes written. Nothing is uploaded, and `trust_remote_code` changes nothing: no code of
+    a model is ever run.
     """
-    source, target = Path(src), Path(dst)
+    if upload_repo is not None:
+        raise ValueError("convert: upload_repo is not taken: upload the folder yourself (`hf upload`)")
     general = asked_format(quantize, q_bits, q_group_size, q_mode, quant_predicate, dequantize)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"convert: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    source = hf_path if isinstance(hf_path, Path) else hub.locate(hf_path, revision=revision)
+    target = Path(mlx_path)
     saving.check_target(source, target)
-    plan = conversion.make(originals.open(source), general, quant_predicate, dtype, dequantize)
+    plan = planning.make(originals.open(source), general, quant_predicate, dtype, dequantize)
     if not dry_run:
         run(plan, target, progress)
     return plan
@@ -65,7 +75,12 @@ def asked_format(
     if quantize and dequantize:
         raise ValueError("convert: quantize and dequantize exclude each other")
     if not quantize:
-        options = {"q_bits": bits, "q_group_size": group, "q_mode": mode, "quant_predicate": predicate}
+        options = {
+            "q_bits": bits,
+            "q_group_size": group,
+            "q_mode": None if mode == "affine" else mode,
+            "quant_predicate": predicate,
+        }
         for name, given in options.items():
             if given is not None:
                 raise ValueError(f"convert: {name} counts only with quantize")

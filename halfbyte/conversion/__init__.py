@@ -1,4 +1,4 @@
 """Checkpoints into MLX checkpoints: quantised, to other bits, or dense again."""
 
-from .conversion import Plan as Plan
 from .converting import convert as convert
+from .planning import Plan as Plan
