@@ -64,6 +64,7 @@ class Cache:
         self.device, self.dtype = torch.device(device), dtype
         self.padding = range(slots, slots + (padding_of(slots, self.device) if padding is None else padding))
         self.lengths = [0] * self.padding.stop
+        self.made_by = ""  # which model's states these are, if somebody says so
         self.capacity = capacity
         self.layers = self._made(capacity)
 

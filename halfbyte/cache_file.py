@@ -17,7 +17,6 @@ from . import files, strict_json
 from .cache import Cache, Snapshot
 from .errors import CheckpointError
 from .models.decoder import Decoder
-from .ops.dispatch import cpu_activations
 
 VERSION = "1"
 AGAIN = "Delete it and make it again."
@@ -31,7 +30,7 @@ def save(path: Path | str, model: Decoder, cache: Cache, ids: list[int], slot: i
         raise ValueError(f"{len(ids)} ids for a slot that holds {cache.lengths[slot]} tokens")
     snapshot = cache.snapshot(slot)
     tensors = {_name(i, part): t.cpu() for i, layer in enumerate(snapshot.layers) for part, t in layer.items()}
-    metadata = {"version": VERSION, "model": _made_by(model), "ids": json.dumps(ids)}
+    metadata = {"version": VERSION, "model": model.made_by, "ids": json.dumps(ids)}
     files.write_whole(Path(path), to_bytes(tensors, metadata), "the prompt cache")
 
 
@@ -68,7 +67,7 @@ def _read(path: Path, model: Decoder) -> tuple[list[int], dict[str, Tensor]]:
             said = file.metadata() or {}
             if said.get("version") != VERSION:
                 _refuse(path, f"it has version {said.get('version')!r}, this program reads {VERSION!r}")
-            if said.get("model") != _made_by(model):
+            if said.get("model") != model.made_by:
                 _refuse(path, "it was made with another checkpoint, or other --cpu-activations")
             text, where = said.get("ids", "null").encode(), f"{path}: not a prompt cache: its token ids"
             ids = strict_json.parse(text, where, remedy=f" {AGAIN}", finite=True)
@@ -81,12 +80,6 @@ def _read(path: Path, model: Decoder) -> tuple[list[int], dict[str, Tensor]]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: not a prompt cache: {error}. {AGAIN}") from None
-
-
-def _made_by(model: Decoder) -> str:
-    """Whose states these are: on a CPU, also how products were rounded."""
-    rounded = model.device.type == "cpu" and cpu_activations() != "f32"
-    return f"{model.fingerprint} {cpu_activations()}" if rounded else model.fingerprint
 
 
 def _name(layer: int, part: str) -> str:

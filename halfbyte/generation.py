@@ -17,7 +17,7 @@ from .cache import Cache
 from .chat import Tokenizer
 from .compilation import compile_kernels
 from .engine import Chooser, Engine, Processor, Request
-from .generation_arguments import Prompt, choosing, prompt_ids, room
+from .generation_arguments import Prompt, choosing, prompt_ids, require_own, room
 from .memory import peak
 from .models.decoder import Decoder
 
@@ -124,6 +124,8 @@ def stream_generate(
         goes_on=prompt_cache is not None, keeps=prompt_cache is not None,
     )  # fmt: skip
     request.pause = 0 if prompt_state_callback is None else len(ids) - 1
+    if prompt_cache is not None:
+        require_own(model, prompt_cache)
     compile_kernels(model)
     cache = _new_cache(model, prefill_step_size) if prompt_cache is None else prompt_cache
     cache.reserve(held + len(ids) + most)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .cache import Cache
 from .chat import Tokenizer
 from .models.decoder import Decoder
 from .request import Chooser
@@ -55,6 +56,16 @@ def room(model: Decoder, length: int, max_tokens: int) -> int:
         raise ValueError(f"the prompt has {length} tokens, and the model's context is {model.context}: shorten it")
     left = model.context - length
     return left if max_tokens == -1 else min(max_tokens, left)
+
+
+def require_own(model: Decoder, cache: Cache) -> None:
+    """A cache goes on with the model whose states it holds: another would read them without a word."""
+    own = model.made_by, model.dtype, model.device.type, tuple(model.kept)
+    if (cache.made_by, cache.dtype, cache.device.type, cache.kept) != own:
+        raise ValueError(
+            "prompt_cache: another model made it, or this one on another device, with another dtype or other "
+            "--cpu-activations. Make a new one: make_prompt_cache(model)"
+        )
 
 
 def choosing(

@@ -71,8 +71,8 @@ BELOW = {
     "step": set(),
     "cache": {"step"},
     "models": {
-        "cache", "checkpoint", "config", "device_experts", "limits", "models", "ops", "residency", "step",
-        "tiered_experts",
+        "cache", "checkpoint", "config", "device_experts", "errors", "files", "limits", "models", "ops", "residency",
+        "step", "strict_json", "tiered_experts",
     },
     "accounting": {"cache", "checkpoint", "models"},
     "conversion": {
@@ -90,7 +90,7 @@ BELOW = {
     "flights": {"cache", "decoding", "models", "replaying", "request", "sampling"},
     "engine": {"cache", "decoding", "flights", "machine", "models", "ops", "prefilling", "request", "sampling", "step"},
     "recordings": {"decoding", "engine", "prefilling"},
-    "cache_file": {"cache", "errors", "files", "models", "ops", "strict_json"},
+    "cache_file": {"cache", "errors", "files", "models", "strict_json"},
     "conversation": {"cache", "chat", "engine", "errors", "memory", "models", "prefixes", "sampling", "text"},
     "conversation_file": {"errors", "files", "limits"},
     "bench_model": {"accounting", "cache", "engine", "machine", "memory", "models", "replaying", "sampling"},
@@ -108,7 +108,7 @@ BELOW = {
     },
     "compilation": {"cache", "decoding", "machine", "models", "ops", "tiered_experts"},
     "sample_utils": {"errors", "limits", "ops", "request", "sampling"},
-    "generation_arguments": {"chat", "models", "request", "sample_utils", "sampling"},
+    "generation_arguments": {"cache", "chat", "models", "request", "sample_utils", "sampling"},
     "generation": {"cache", "chat", "compilation", "engine", "generation_arguments", "memory", "models"},
     "quality": {"engine", "models", "ops"},
     "metrics": set(),

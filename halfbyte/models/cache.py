@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, overload
+
 from ..cache import Cache
+from . import cache_saving
 from .decoder import Decoder
 
 
@@ -14,6 +19,21 @@ def make_prompt_cache(model: Decoder, max_kv_size: int | None = None) -> Cache:
     if max_kv_size is not None:
         raise ValueError("make_prompt_cache: max_kv_size is not taken: a cache keeps all tokens of its text")
     return model.new_cache()
+
+
+def save_prompt_cache(file_name: Path | str, cache: Cache, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a cache, and texts by name to find again with it, for load_prompt_cache in another process."""
+    cache_saving.write(Path(file_name), cache, metadata or {})
+
+
+@overload
+def load_prompt_cache(file_name: Path | str, return_metadata: Literal[False] = False) -> Cache: ...
+@overload
+def load_prompt_cache(file_name: Path | str, return_metadata: Literal[True]) -> tuple[Cache, dict[str, str]]: ...
+def load_prompt_cache(file_name: Path | str, return_metadata: bool = False) -> Cache | tuple[Cache, dict[str, str]]:
+    """The cache of a file, and what was said with it if that is asked for. It goes on with the model that made it."""
+    cache, metadata = cache_saving.read(Path(file_name))
+    return (cache, metadata) if return_metadata else cache
 
 
 def can_trim_prompt_cache(cache: Cache) -> bool:

@@ -14,6 +14,7 @@ from ..checkpoint import Weights
 from ..checkpoint.mapping import Guard
 from ..config import Config
 from ..device_experts import DeviceResidency
+from ..ops.dispatch import cpu_activations
 from ..residency import Residency
 from ..step import Step
 from ..tiered_experts import TieredResidency
@@ -91,6 +92,12 @@ class Decoder:
     def kept(self) -> list[Kept]:
         return [layer.kept for layer in self.layers]
 
+    @property
+    def made_by(self) -> str:
+        """Whose states it makes: those of a checkpoint and, on a CPU, also of how products are rounded."""
+        rounded = self.device.type == "cpu" and cpu_activations() != "f32"
+        return f"{self.fingerprint} {cpu_activations()}" if rounded else self.fingerprint
+
     def new_cache(
         self, slots: int = 1, capacity: int = 0, chunk: int | None = None, padding: int | None = None
     ) -> Cache:
@@ -98,7 +105,9 @@ class Decoder:
         chunk = chunk or (512 if self.device.type == "cpu" else 2048)
         if self.device.type != "cpu":  # GPU kernels are compiled anew for a size that 16 does not divide
             capacity = -(-capacity // 16) * 16
-        return Cache(self.kept, slots, capacity, chunk=chunk, device=self.device, dtype=self.dtype, padding=padding)
+        cache = Cache(self.kept, slots, capacity, chunk=chunk, device=self.device, dtype=self.dtype, padding=padding)
+        cache.made_by = self.made_by
+        return cache
 
     def __call__(self, step: Step, cache: Cache) -> Tensor:
         """The logits [wanted, V] of a step, in the dtype of the activations. The cache takes in the step's tokens."""
