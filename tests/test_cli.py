@@ -88,6 +88,7 @@ def test_ops_prints_the_matrix(capsys):
         (["bench", "ops", "--seconds", "nan"], "must be above 0, got nan"),
         (["bench", "ops", "--seconds", "soon"], "invalid positive value: 'soon'"),
         (["plan", "tiny", "--context", "0"], "argument --context: must be 1 or more, got 0"),
+        (["serve", "--threads", "99999"], "argument --threads: must be from 1 to "),
         (["convert", "tiny", "x", "--q-mode", "mxfp4"], "q_mode counts only with quantize"),
         (["generate", "-p", "x", "--chat-template-args", "["], "argument --chat-template-args: it is not JSON: "),
         (["generate", "-p", "x", "--chat-template-args", '{"messages": 1}'], "messages cannot be set with it"),

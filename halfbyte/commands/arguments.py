@@ -142,14 +142,19 @@ def checked(args: argparse.Namespace) -> Wishes:
     except ValueError as error:
         args.parser.error(str(error))
     template_args = read_template_args(args)
-    if args.threads is not None:
-        from ..machine import use_threads
-
-        try:
-            use_threads(args.threads)
-        except ValueError as error:
-            args.parser.error(f"argument --threads: {error}")
+    take_threads(args)
     return Wishes(sampling, template_args)
+
+
+def take_threads(args: argparse.Namespace) -> None:
+    if args.threads is None:
+        return
+    from ..machine import use_threads
+
+    try:
+        use_threads(args.threads)
+    except ValueError as error:
+        args.parser.error(f"argument --threads: {error}")
 
 
 def read_template_args(args: argparse.Namespace) -> dict[str, Any]:

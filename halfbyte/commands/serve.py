@@ -67,10 +67,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = Settings(**{name: getattr(args, name) for name, *_ in Settings.flags()})
     keys = read_keys(args)
-    if args.threads is not None:
-        from ..machine import use_threads
-
-        use_threads(args.threads)
+    shared.take_threads(args)
     sock = process.listen(args.host, args.port)
     model, tokenizer = shared.loaded(args.model, args, args.load, settings.max_concurrency)
     names = args.served_model_name or [args.model]
