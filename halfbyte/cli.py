@@ -66,7 +66,15 @@ def joined(argv: list[str]) -> list[str]:
     return [two, *argv[2:]] if len(argv) > 1 and two in COMMANDS else argv
 
 
+def open_closed() -> None:
+    """Streams that were closed lead nowhere: a file that is opened later would be taken for them, and written into."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # the first that is free is its own number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (for the life of the process)
+
+
 def main(argv: list[str] | None = None) -> int:
+    open_closed()
     try:
         with interrupts():
             words = joined(sys.argv[1:] if argv is None else argv)

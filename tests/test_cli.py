@@ -15,6 +15,7 @@ from halfbyte.cli import main
 from halfbyte.ops import dispatch
 
 COMMAND = [sys.executable, "-m", "halfbyte"]
+TO_STDIN = ["generate", "tiny", "-m", "2", "--device", "cpu"]
 
 
 def run(*args):
@@ -177,3 +178,15 @@ def test_a_closed_reader_ends_it_quietly():
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 141
     assert errors == ""
+
+
+@pytest.mark.parametrize(
+    ("closed", "status"), [((), 0), ((0,), 2), ((1,), 0), ((2,), 0), ((0, 1, 2), 2)], ids=lambda value: str(value)
+)
+def test_a_closed_stream_is_an_empty_one(closed, status):
+    """`<&-`, `>&-`, `2>&-`: nothing comes from there, and what goes there is lost."""
+    code = f"import os; [os.close(one) for one in {closed}]; os.execv({COMMAND[0]!r}, {[*COMMAND, *TO_STDIN]!r})"
+    done = subprocess.run([sys.executable, "-c", code], input="Hi", capture_output=True, text=True)
+    assert done.returncode == status and "Traceback" not in done.stderr
+    assert bool(done.stdout) == (not {0, 1} & {*closed})
+    assert ("it is empty" in done.stderr) == (closed == (0,))
