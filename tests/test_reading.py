@@ -8,6 +8,7 @@ import shutil
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import checkpoint_files as made
 import pytest
@@ -358,3 +359,13 @@ def test_bench_load(monkeypatch, tmp_path):
         assert "cold   plain read" in "\n".join(times.lines())
     assert said[0] == "writing 5.0 MB" and "warm load, 1 of 1" in said
     assert not list(tmp_path.iterdir())
+
+
+def test_bench_load_without_room(monkeypatch, tmp_path, capsys):
+    """It is refused before anything is written."""
+    monkeypatch.setattr(bench_load, "write", lambda *anything: pytest.fail("it writes"))
+    assert main(["bench", "load", "--gb", "1e9"]) == 2 and "at most" in capsys.readouterr().err
+    monkeypatch.setattr(bench_load, "available", lambda device: 100)
+    assert main(["bench", "load", "--gb", "1"]) == 4 and "smaller --gb" in capsys.readouterr().err
+    monkeypatch.setattr(bench_load.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    assert main(["bench", "load", "--gb", "1"]) == 5 and "smaller --gb" in capsys.readouterr().err
