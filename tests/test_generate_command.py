@@ -2,11 +2,13 @@
 
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +82,20 @@ def test_what_the_template_is_given(answer):
     sizes = [answer(*given, *way)["prompt_tokens"] for way in ways]
     assert sizes == sorted(set(sizes))
     assert answer(*given, "--chat-template-config", thinking[1])["prompt_tokens"] == sizes[2]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_system_prompt_goes_with_a_template(capsys, monkeypatch, folder, tmp_path, command):
+    """An empty one is none; nothing is dropped without a word."""
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, read=lambda: "Hi", readline=lambda: ""))
+    model = shutil.copytree(folder, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("")
+    for options, said in (([], "which --ignore-chat-template forgoes"), ([str(model)], f"which {model} lacks")):
+        flag = [] if options else ["--ignore-chat-template"]
+        with pytest.raises(SystemExit) as exit:
+            main([command, *options, *flag, "--device", "cpu", "--system-prompt", "Be brief."])
+        assert exit.value.code == 2 and f"--system-prompt: goes with a chat template, {said}" in capsys.readouterr().err
+    assert main([command, str(model), "--device", "cpu", "-m", "2"]) == 0
 
 
 def test_a_reply_ends_before_a_stop_string(answer):

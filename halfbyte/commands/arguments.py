@@ -135,6 +135,8 @@ def checked(args: argparse.Namespace) -> Wishes:
     from ..sampling import SamplingParams
     from ..text.decoder import Stops
 
+    if args.ignore_chat_template and args.system_prompt:
+        args.parser.error("argument --system-prompt: goes with a chat template, which --ignore-chat-template forgoes")
     sampling = {name: getattr(args, name) for name in SAMPLING}
     try:
         SamplingParams.of(None, **sampling)
@@ -155,6 +157,14 @@ def take_threads(args: argparse.Namespace) -> None:
         use_threads(args.threads)
     except ValueError as error:
         args.parser.error(f"argument --threads: {error}")
+
+
+def require_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+    """A system prompt has a place in the text; that is known when the model is."""
+    if args.system_prompt and not tokenizer.templates:
+        args.parser.error(
+            f"argument --system-prompt: goes with a chat template, which {args.model} lacks; put it into the prompt"
+        )
 
 
 def read_template_args(args: argparse.Namespace) -> dict[str, Any]:

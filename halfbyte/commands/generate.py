@@ -51,6 +51,7 @@ def answer(args: argparse.Namespace, wishes: shared.Wishes, prompt: str, schema:
     from ..generation import stream_generate
 
     model, tokenizer = shared.loaded(args.model, args, args.load)
+    shared.require_template(args, tokenizer)
     start = time.perf_counter()
     if args.ignore_chat_template or not tokenizer.templates:
         ids = tokenizer.prompt_ids(prompt)
@@ -101,8 +102,6 @@ def report(result: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    if args.ignore_chat_template and args.system_prompt:
-        args.parser.error("argument --system-prompt: goes with a chat template, which --ignore-chat-template forgoes")
     if args.prompt is None and sys.stdin.isatty():
         args.parser.error("a prompt is needed: -p TEXT, or text from a pipe; `halfbyte chat` asks for it")
     # The newline that ends what a pipe brings is the pipe's, as in "$(...)".
