@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -244,7 +245,8 @@ def test_a_prompt_longer_than_the_context(capsys, folder):
 
 def test_exit_codes_of_the_model_and_the_machine(ask, folder, tmp_path, monkeypatch):
     assert ask("-p", "x", model=tmp_path / "absent")[0] == 3
-    for place in (tmp_path / "absent" / "state", tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "absent" / "state", tmp_path, tmp_path / "pipe", "/dev/zero"):
         status, reply, said = ask("-p", "x", "-m", 1, "--prompt-cache-file", place)
         assert (status, reply) == (5, "") and "no prompt cache can be written there" in said, "before it is computed"
     monkeypatch.setattr("halfbyte.memory.available", lambda device: 1000)

@@ -139,9 +139,12 @@ def follower(schema: str, model: Decoder, tokenizer: Tokenizer, ids: list[int]) 
 
 
 def require_place(path: Path | None) -> None:
-    """Where a prompt cache cannot be written is said before a reply is computed."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        why = "it is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
+    """Where a prompt cache cannot be written is said before a reply is computed; a pipe would wait for ever."""
+    if path is None or path.is_file():
+        return
+    if path.exists() or not path.absolute().parent.is_dir():
+        kind = "it is a folder" if path.is_dir() else "it is a pipe or a device"
+        why = kind if path.exists() else f"there is no folder {path.absolute().parent}"
         raise StorageError(f"{path}: no prompt cache can be written there: {why}. Name a file in a folder that exists.")
 
 
