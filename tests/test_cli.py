@@ -94,6 +94,8 @@ def test_ops_prints_the_matrix(capsys):
         (["serve", "--template-mb", str(10**15)], "argument --template-mb: must be at most 4398046511104"),
         (["bench", "tiny", "--delay", "1e300"], "argument --delay: must be at most 1000000000, got 1e+300"),
         (["bench", "load", "--gb", "1e300"], "argument --gb: must be at most 1000000000, got 1e+300"),
+        (["serve", "--api-key-file", "/"], "--api-key-file: /: Is a directory. Name a file with a key in each line"),
+        (["serve", "--api-key-file", sys.executable], "it is no text in UTF-8. Name a file"),
         (["convert", "tiny", "x", "--q-mode", "mxfp4"], "q_mode counts only with quantize"),
         (["generate", "-p", "x", "--chat-template-args", "["], "argument --chat-template-args: it is not JSON: "),
         (["generate", "-p", "x", "--chat-template-args", '{"messages": 1}'], "messages cannot be set with it"),
@@ -194,3 +196,14 @@ def test_a_closed_stream_is_an_empty_one(closed, status):
     assert done.returncode == status and "Traceback" not in done.stderr
     assert bool(done.stdout) == (not {0, 1} & {*closed})
     assert ("it is empty" in done.stderr) == (closed == (0,))
+
+
+@pytest.mark.parametrize("buffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("command", ["--help", "ops"])
+def test_a_full_disk_is_one_line(command, buffered):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, command], stdout=full, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": buffered},
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (5, "halfbyte: No space left on device.\n")

@@ -92,7 +92,10 @@ def read_keys(args: argparse.Namespace) -> list[str]:
         try:
             lines = args.api_key_file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            args.parser.error(f"argument --api-key-file: {error}")
+            why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+            args.parser.error(
+                f"argument --api-key-file: {args.api_key_file}: {why}. Name a file with a key in each line"
+            )
         keys += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not keys:
             args.parser.error(f"argument --api-key-file: {args.api_key_file} has no key")
