@@ -96,6 +96,8 @@ def test_ops_prints_the_matrix(capsys):
         (["bench", "load", "--gb", "1e300"], "argument --gb: must be at most 1000000000, got 1e+300"),
         (["serve", "--api-key-file", "/"], "--api-key-file: /: Is a directory. Name a file with a key in each line"),
         (["serve", "--api-key-file", sys.executable], "it is no text in UTF-8. Name a file"),
+        (["generate", "-p", "x", "--gpu-memory", "1GB"], "argument --gpu-memory: it runs on the CPU; --ram"),
+        (["plan", "tiny", "--gpu-memory", "1GB"], "argument --gpu-memory: it runs on the CPU"),
         (["convert", "tiny", "x", "--q-mode", "mxfp4"], "q_mode counts only with quantize"),
         (["generate", "-p", "x", "--chat-template-args", "["], "argument --chat-template-args: it is not JSON: "),
         (["generate", "-p", "x", "--chat-template-args", '{"messages": 1}'], "messages cannot be set with it"),

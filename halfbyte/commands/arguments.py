@@ -183,10 +183,15 @@ def require_device(args: argparse.Namespace) -> None:
     """The device that was asked for is here, nothing asked is always right; and how it computes is settled."""
     import torch
 
+    from ..loading import pick_device
+
     if args.device == "cuda" and not torch.cuda.is_available():
         args.parser.error("argument --device: torch finds no CUDA GPU here; `halfbyte doctor` says what there is")
     if args.device == "mps" and not torch.backends.mps.is_available():
         args.parser.error("argument --device: torch finds no Apple GPU here; `halfbyte doctor` says what there is")
+    foretold = getattr(args, "trace", None) is not None  # what a GPU would do that need not be here
+    if getattr(args, "gpu_memory", None) is not None and not foretold and pick_device(args.device).type == "cpu":
+        args.parser.error("argument --gpu-memory: it runs on the CPU; --ram and --memory-limit are for that")
     on_gpu = args.device != "cpu" and torch.cuda.is_available()  # others are always deterministic
     if on_gpu and getattr(args, "deterministic", False):
         from ..ops.dispatch import make_deterministic
