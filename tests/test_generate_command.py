@@ -299,6 +299,8 @@ def test_a_schema_begins_after_the_reasoning(folder):
         ("/nowhere/schema.json", "No such file"),
         ("{", "Expecting property name"),
         ('{"type": "strin"}', "strin"),
+        ('{"oneOf": [{"type": "string"}, {"minLength": 1}]}', "Use anyOf."),
+        ('{"type": "string", "pattern": "^[^\\\\s\\\\S]$"}', "Regex is empty:  (/^"),
         ('{"$ref": "http://127.0.0.1:9/x.json"}', "http://127.0.0.1:9/x.json"),
     ],
 )

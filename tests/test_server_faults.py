@@ -248,7 +248,9 @@ def test_row_37_schema_bombs_end_soon(server, name):
 )
 def test_row_37_grammars(server, grammar):
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "grammar": grammar}
-    assert server.post(CHAT, body).status_code in (200, 400)
+    response = server.post(CHAT, body)
+    assert response.status_code in (200, 400) and "NoExtension" not in response.text
+    assert "a: a" not in grammar or "no reply can follow it" in error(response)["message"]
     well(server)
 
 
