@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -14,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from . import checkpoint
+from . import checkpoint, limits
 from .checkpoint.weights import Load, Weights
-from .errors import size
-from .memory import allocate
+from .errors import NotEnoughMemory, StorageError, UsageError, size
+from .memory import allocate, available
 
 E, I, H = 64, 512, 2048  # noqa: E741
 SHAPES = {"gate_proj": (E, I, H), "up_proj": (E, I, H), "down_proj": (E, H, I)}
@@ -60,8 +61,10 @@ def bench_load(
 ) -> LoadTimes:
     """Write a checkpoint of about so many bytes into a temporary folder (inside `folder`), and load it in turns."""
     with tempfile.TemporaryDirectory(prefix="halfbyte-load-", dir=folder) as made:
+        layers = max(round(folder_bytes / layer_bytes()), 1)
+        require_room(Path(made), layers)
         progress(f"writing {size(folder_bytes)}")
-        path = write(Path(made), max(round(folder_bytes / layer_bytes()), 1))
+        path = write(Path(made), layers)
         total = path.stat().st_size
         progress("memory")
         peak = peak_memory(lambda: load(Path(made), way))
@@ -86,6 +89,23 @@ def bench_load(
         median["warm", "read"], median["warm", "load"], ratio["warm"],
         peak / total,
     )  # fmt: skip
+
+
+def require_room(folder: Path, layers: int) -> None:
+    """What the machine has no room for is refused before a byte is written."""
+    count, most = layers * layer_bytes(), limits.LAYERS * layer_bytes()
+    if count > most:
+        raise UsageError(f"a checkpoint to time has at most {size(most)}, not {size(count)}: give a smaller --gb")
+    if (free := shutil.disk_usage(folder).free) < count:
+        raise StorageError(
+            f"{folder.parent}: a checkpoint of {size(count)} has no room there, {size(free)} are free. "
+            "Give a smaller --gb, or name another folder in TMPDIR."
+        )
+    if (have := available(torch.device("cpu"))) < 2 * count:  # it is loaded while it lies in the page cache
+        raise NotEnoughMemory(
+            f"timing a checkpoint of {size(count)} takes {size(2 * count)} of memory, and {size(have)} are free. "
+            "Give a smaller --gb."
+        )
 
 
 def stored(layers: int) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -165,8 +165,8 @@ def step_sizes(slots: int, device: torch.device) -> list[int]:
 
 
 def padding_of(slots: int, device: torch.device) -> int:
-    """The most rows that fill a step up to its size."""
-    return max((larger - size - 1 for size, larger in pairwise(step_sizes(slots, device))), default=0)
+    """The most rows that fill a step up to its size; from 8 slots on it is the same, however many there are."""
+    return max((larger - size - 1 for size, larger in pairwise(step_sizes(min(slots, 8), device))), default=0)
 
 
 def bytes_of(kept: Sequence[Kept], slots: int, capacity: int, chunk: int, dtype: torch.dtype) -> int:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from . import __version__
 from .commands.interrupts import interrupts
@@ -28,6 +28,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """What is wrong in one line, not under a page of all that would be right."""
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` lists what it takes.\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse's, which takes help that could not be written for written."""
+        if file is sys.stdout:
+            print(message, end="", flush=True)
+        else:
+            super()._print_message(message, file)
 
 
 def parser(argv: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
@@ -66,7 +73,15 @@ def joined(argv: list[str]) -> list[str]:
     return [two, *argv[2:]] if len(argv) > 1 and two in COMMANDS else argv
 
 
+def open_closed() -> None:
+    """Streams that were closed lead nowhere: a file that is opened later would be taken for them, and written into."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # the first that is free is its own number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (for the life of the process)
+
+
 def main(argv: list[str] | None = None) -> int:
+    open_closed()
     try:
         with interrupts():
             words = joined(sys.argv[1:] if argv is None else argv)
@@ -84,10 +99,18 @@ def main(argv: list[str] | None = None) -> int:
         passing("")
         return 130
     except BrokenPipeError:  # the reader (`| head -1`) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        lose_output()
         return 141
     except OSError as error:  # what no command has words for: a folder that is locked, a name that is too long
         passing("")
         place = "" if error.filename is None else f"{error.filename}: "
         print(f"halfbyte: {place}{error.strerror or error}.", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # Python would try once more, and say so
+            lose_output()
         return StorageError.exit_code
+
+
+def lose_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

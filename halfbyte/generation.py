@@ -209,14 +209,22 @@ def batch_generate(
 ) -> BatchResponse:
     """The replies to several prompts, computed together. On a CPU each is the reply it would be alone, bit for bit.
 
-    Arguments are mlx-lm's, options those of stream_generate. Token ids are returned whatever `return_token_ids` says;
-    `verbose` says on standard error how fast it was.
+    Arguments are mlx-lm's, options those of stream_generate. A prompt is a text or token ids; `max_tokens` may be one
+    number for each. Token ids are returned whatever `return_token_ids` says; `verbose` says on standard error how fast
+    it was.
     """
     if prompt_caches is not None or return_prompt_caches:
         name = "return_prompt_caches" if prompt_caches is None else "prompt_caches"
         raise ValueError(f"batch_generate: {name} is not taken; stream_generate goes on with a prompt_cache")
+    if isinstance(prompts, str):
+        raise ValueError("batch_generate: prompts must be a list of texts or of token ids, got one text: [text] is one")
     all_ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
     limits = [max_tokens] * len(all_ids) if isinstance(max_tokens, int) else list(max_tokens)
+    if len(limits) != len(all_ids):
+        raise ValueError(
+            f"batch_generate: max_tokens must be one number, or one for each of {len(all_ids)} prompts, "
+            f"got {len(limits)}"
+        )
     rooms = [room(model, len(ids), limit) for ids, limit in zip(all_ids, limits, strict=True)]
     chosen = [choosing(tokenizer, sampler, sampling) for _ in all_ids]
     requests = [

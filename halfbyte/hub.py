@@ -67,6 +67,8 @@ def locate(
     path, name = Path(path_or_repo), os.fspath(path_or_repo)
     with suppress(RuntimeError):  # no such user: then it is no folder either
         path = path.expanduser()
+    if revision is not None and (path_or_repo == EMBEDDED or (name and path.is_dir())):
+        log.warning("%s: it is on no hub, so there is no revision %s: it is used as it is", name, revision)
     if path_or_repo == EMBEDDED:
         embedded = Path(__file__).parent / EMBEDDED
         if path.is_dir() and path.resolve() != embedded:

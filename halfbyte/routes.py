@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import files, limits, strict_json
-from .errors import CheckpointError, shown
+from .errors import CheckpointError, StorageError, shown
 from .foresight import blocks_of, foreseen, foreseen_in_stream
 from .ops.dispatch import Entry, reference, watching
 from .ops.routing import route
@@ -85,6 +85,9 @@ class Routes:
 
 def read(path: Path) -> Routes:
     """A file that `save` wrote, every number checked: it may come from another machine."""
+    if not path.is_file():  # nor a pipe, which might never end
+        what = "it is no file" if path.exists() else "there is no such file"
+        raise StorageError(f"{path}: {what}. `halfbyte bench MODEL --record-routes FILE` makes one.")
     lines = enumerate(files.read_small(path, limits.ROUTES_BYTES).splitlines(), 1)
     parsed = [strict_json.parse(line, f"{path}: line {number}", remedy=f" {AGAIN}") for number, line in lines]
     header, steps = parsed[0] if parsed and isinstance(parsed[0], dict) else {}, parsed[1:]

@@ -255,6 +255,8 @@ def test_a_model_without_a_chat_template(piped, loaded):
     model, tokenizer = loaded
     expected = halfbyte.generate(model, tokenizer, "The quick", max_tokens=5)
     assert piped("The quick\n", "--ignore-chat-template") == (0, f"{expected}\n", "")
+    status, _, errors = piped("/system Be brief.\n", "--ignore-chat-template")
+    assert status == 1 and "/system: goes with a chat template" in errors
 
 
 def test_what_the_screen_says(loaded, monkeypatch, capsys, tmp_path):

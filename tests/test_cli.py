@@ -15,6 +15,7 @@ from halfbyte.cli import main
 from halfbyte.ops import dispatch
 
 COMMAND = [sys.executable, "-m", "halfbyte"]
+TO_STDIN = ["generate", "tiny", "-m", "2", "--device", "cpu"]
 
 
 def run(*args):
@@ -88,6 +89,15 @@ def test_ops_prints_the_matrix(capsys):
         (["bench", "ops", "--seconds", "nan"], "must be above 0, got nan"),
         (["bench", "ops", "--seconds", "soon"], "invalid positive value: 'soon'"),
         (["plan", "tiny", "--context", "0"], "argument --context: must be 1 or more, got 0"),
+        (["serve", "--threads", "99999"], "argument --threads: must be from 1 to "),
+        (["serve", "--max-body-mb", "1e305"], "argument --max-body-mb: must be at most 1000000000, got 1e+305"),
+        (["serve", "--template-mb", str(10**15)], "argument --template-mb: must be at most 4398046511104"),
+        (["bench", "tiny", "--delay", "1e300"], "argument --delay: must be at most 1000000000, got 1e+300"),
+        (["bench", "load", "--gb", "1e300"], "argument --gb: must be at most 1000000000, got 1e+300"),
+        (["serve", "--api-key-file", "/"], "--api-key-file: /: Is a directory. Name a file with a key in each line"),
+        (["serve", "--api-key-file", sys.executable], "it is no text in UTF-8. Name a file"),
+        (["generate", "-p", "x", "--gpu-memory", "1GB"], "argument --gpu-memory: it runs on the CPU; --ram"),
+        (["plan", "tiny", "--gpu-memory", "1GB"], "argument --gpu-memory: it runs on the CPU"),
         (["convert", "tiny", "x", "--q-mode", "mxfp4"], "q_mode counts only with quantize"),
         (["generate", "-p", "x", "--chat-template-args", "["], "argument --chat-template-args: it is not JSON: "),
         (["generate", "-p", "x", "--chat-template-args", '{"messages": 1}'], "messages cannot be set with it"),
@@ -176,3 +186,26 @@ def test_a_closed_reader_ends_it_quietly():
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 141
     assert errors == ""
+
+
+@pytest.mark.parametrize(
+    ("closed", "status"), [((), 0), ((0,), 2), ((1,), 0), ((2,), 0), ((0, 1, 2), 2)], ids=lambda value: str(value)
+)
+def test_a_closed_stream_is_an_empty_one(closed, status):
+    """`<&-`, `>&-`, `2>&-`: nothing comes from there, and what goes there is lost."""
+    code = f"import os; [os.close(one) for one in {closed}]; os.execv({COMMAND[0]!r}, {[*COMMAND, *TO_STDIN]!r})"
+    done = subprocess.run([sys.executable, "-c", code], input="Hi", capture_output=True, text=True)
+    assert done.returncode == status and "Traceback" not in done.stderr
+    assert bool(done.stdout) == (not {0, 1} & {*closed})
+    assert ("it is empty" in done.stderr) == (closed == (0,))
+
+
+@pytest.mark.parametrize("buffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("command", ["--help", "ops"])
+def test_a_full_disk_is_one_line(command, buffered):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, command], stdout=full, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": buffered},
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (5, "halfbyte: No space left on device.\n")

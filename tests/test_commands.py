@@ -125,6 +125,17 @@ def test_verify_finds_a_value_that_is_no_number(ask, folder, tmp_path):
     assert status == 3 and name.split("model.")[-1] in said
 
 
+@pytest.mark.parametrize(("text", "said"), [("{", "not a tokenizer"), (None, "there is no such file")])
+def test_verify_opens_the_tokenizer(ask, folder, tmp_path, text, said):
+    assert "tokenizer" in ask("verify", folder)[1]
+    path = shutil.copytree(folder, tmp_path / "bad") / "tokenizer.json"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    status, _, error = ask("verify", tmp_path / "bad")
+    assert status == 3 and "tokenizer.json: " in error and said in error
+
+
 def test_verify_knows_the_hub_s_checksums(ask, folder, tmp_path):
     repository = tmp_path / "models--owner--name"
     blobs, snapshot = repository / "blobs", repository / "snapshots" / "main"

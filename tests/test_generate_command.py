@@ -2,11 +2,14 @@
 
 import io
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +83,20 @@ def test_what_the_template_is_given(answer):
     sizes = [answer(*given, *way)["prompt_tokens"] for way in ways]
     assert sizes == sorted(set(sizes))
     assert answer(*given, "--chat-template-config", thinking[1])["prompt_tokens"] == sizes[2]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_system_prompt_goes_with_a_template(capsys, monkeypatch, folder, tmp_path, command):
+    """An empty one is none; nothing is dropped without a word."""
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, read=lambda: "Hi", readline=lambda: ""))
+    model = shutil.copytree(folder, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("")
+    for options, said in (([], "which --ignore-chat-template forgoes"), ([str(model)], f"which {model} lacks")):
+        flag = [] if options else ["--ignore-chat-template"]
+        with pytest.raises(SystemExit) as exit:
+            main([command, *options, *flag, "--device", "cpu", "--system-prompt", "Be brief."])
+        assert exit.value.code == 2 and f"--system-prompt: goes with a chat template, {said}" in capsys.readouterr().err
+    assert main([command, str(model), "--device", "cpu", "-m", "2"]) == 0
 
 
 def test_a_reply_ends_before_a_stop_string(answer):
@@ -228,7 +245,8 @@ def test_a_prompt_longer_than_the_context(capsys, folder):
 
 def test_exit_codes_of_the_model_and_the_machine(ask, folder, tmp_path, monkeypatch):
     assert ask("-p", "x", model=tmp_path / "absent")[0] == 3
-    for place in (tmp_path / "absent" / "state", tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "absent" / "state", tmp_path, tmp_path / "pipe", "/dev/zero"):
         status, reply, said = ask("-p", "x", "-m", 1, "--prompt-cache-file", place)
         assert (status, reply) == (5, "") and "no prompt cache can be written there" in said, "before it is computed"
     monkeypatch.setattr("halfbyte.memory.available", lambda device: 1000)
@@ -281,6 +299,8 @@ def test_a_schema_begins_after_the_reasoning(folder):
         ("/nowhere/schema.json", "No such file"),
         ("{", "Expecting property name"),
         ('{"type": "strin"}', "strin"),
+        ('{"oneOf": [{"type": "string"}, {"minLength": 1}]}', "Use anyOf."),
+        ('{"type": "string", "pattern": "^[^\\\\s\\\\S]$"}', "Regex is empty:  (/^"),
         ('{"$ref": "http://127.0.0.1:9/x.json"}', "http://127.0.0.1:9/x.json"),
     ],
 )

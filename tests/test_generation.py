@@ -154,6 +154,19 @@ def test_a_batch_takes_what_mlx_lms_takes(loaded, capsys):
         halfbyte.batch_generate(model, tokenizer, [[5]], return_prompt_caches=True)
 
 
+def test_a_batch_of_texts(loaded):
+    """Texts as well as ids, a length for each; one text is no list of its characters."""
+    model, tokenizer = loaded
+    texts, given = ["The quick", "Oslo"], [4, 2]
+    batch = halfbyte.batch_generate(model, tokenizer, [texts[0], tokenizer.prompt_ids(texts[1])], max_tokens=given)
+    pairs = zip(texts, given, strict=True)
+    assert batch.texts == [halfbyte.generate(model, tokenizer, text, max_tokens=most) for text, most in pairs]
+    with pytest.raises(ValueError, match="one for each of 2 prompts, got 1"):
+        halfbyte.batch_generate(model, tokenizer, texts, max_tokens=[4])
+    with pytest.raises(ValueError, match="a list of texts"):
+        halfbyte.batch_generate(model, tokenizer, "The quick")
+
+
 def test_minus_one_is_no_limit(loaded):
     model, tokenizer = loaded
     ids = [5] * (model.context - 20)

@@ -177,6 +177,14 @@ def test_a_new_commit_keeps_what_did_not_change(server):
     assert hub.locate("owner/model", revision=COMMIT) == folder()
 
 
+def test_a_folder_has_no_revisions(tmp_path, caplog):
+    for name in (tmp_path, "tiny"):
+        assert hub.locate(name).is_dir() and not caplog.records
+        assert hub.locate(name, revision="v9") == hub.locate(name)
+        assert "there is no revision v9: it is used as it is" in caplog.text
+        caplog.clear()
+
+
 @pytest.mark.parametrize("held", [b"x" * 400_000, b"x" * 400_001, FILES[FIRST] + b"x", FILES[FIRST][:-1]])
 def test_odd_remains_do_not_spoil_a_file(server, held):
     target = folder().parents[1] / "blobs" / digest(FIRST, FILES[FIRST])

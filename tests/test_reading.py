@@ -8,6 +8,7 @@ import shutil
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import checkpoint_files as made
 import pytest
@@ -18,8 +19,9 @@ from streaming import TINY
 
 from halfbyte import bench_load, checkpoint, memory
 from halfbyte.checkpoint import descriptors, mapping, reading
+from halfbyte.cli import main
 from halfbyte.engine import Engine, Request, logits
-from halfbyte.errors import CheckpointError, NotEnoughMemory, StorageError
+from halfbyte.errors import CheckpointError, NotEnoughMemory, StorageError, UsageError
 from halfbyte.loading import load_model
 
 CPU = torch.device("cpu")
@@ -268,9 +270,13 @@ def test_row_58_maps_that_leave_no_descriptors_to_watch_their_files_by(tmp_path)
     assert mapping.Guard(states) and maps
 
 
-def test_a_map_is_for_the_cpu(folder):
-    with pytest.raises(ValueError, match='"map" is for the CPU, not for cuda'):
+def test_a_map_is_for_the_cpu(folder, monkeypatch, capsys):
+    with pytest.raises(UsageError, match=r"\(map\) are for the CPU, not for cuda"):
         skeleton(folder).load("cuda", load="map")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # the best there is, where no --device is given
+    assert main(["generate", "tiny", "-p", "x", "--load", "map"]) == 2
+    said = capsys.readouterr().err
+    assert "not for cuda" in said and "--device cpu" in said and "--load read" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("how", ["read", "map"])
@@ -353,3 +359,13 @@ def test_bench_load(monkeypatch, tmp_path):
         assert "cold   plain read" in "\n".join(times.lines())
     assert said[0] == "writing 5.0 MB" and "warm load, 1 of 1" in said
     assert not list(tmp_path.iterdir())
+
+
+def test_bench_load_without_room(monkeypatch, tmp_path, capsys):
+    """It is refused before anything is written."""
+    monkeypatch.setattr(bench_load, "write", lambda *anything: pytest.fail("it writes"))
+    assert main(["bench", "load", "--gb", "1e9"]) == 2 and "at most" in capsys.readouterr().err
+    monkeypatch.setattr(bench_load, "available", lambda device: 100)
+    assert main(["bench", "load", "--gb", "1"]) == 4 and "smaller --gb" in capsys.readouterr().err
+    monkeypatch.setattr(bench_load.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    assert main(["bench", "load", "--gb", "1"]) == 5 and "smaller --gb" in capsys.readouterr().err

@@ -139,6 +139,14 @@ def test_saved_and_read(recorded, tmp_path):
     assert routes.read(tmp_path / "routes") == found
 
 
+def test_what_is_no_file_is_not_read(tmp_path):
+    """A pipe might never end; each refusal says what makes such a file."""
+    os.mkfifo(tmp_path / "pipe")
+    for name, said in (("absent", "there is no such file"), ("pipe", "it is no file"), (".", "it is no file")):
+        with pytest.raises(StorageError, match=f"{said}. `halfbyte bench MODEL --record-routes FILE`"):
+            routes.read(tmp_path / name)
+
+
 def test_what_is_no_file_is_not_replaced_by_one(recorded, tmp_path):
     """A pipe here; for whoever is root it might be /dev/null."""
     os.mkfifo(tmp_path / "pipe")

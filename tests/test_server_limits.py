@@ -46,7 +46,7 @@ def test_no_limit_can_be_nonsense(setting, capsys):
     """It is refused before anything is loaded, in a sentence."""
     name, kind, _, _, _, least = setting
     flag = f"--{name.replace('_', '-')}"
-    for value in (least - 1, "x", *(() if kind is int else ("nan", "inf", *([0] if least else [])))):
+    for value in (least - 1, 10**30, "x", *(() if kind is int else ("nan", "inf", *([0] if least else [])))):
         with pytest.raises(SystemExit) as stopped:
             parser().parse_args(["serve", f"{flag}={value}"])
         assert stopped.value.code == 2 and f"argument {flag}: " in capsys.readouterr().err

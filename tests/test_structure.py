@@ -32,7 +32,7 @@ BELOW = {
     "listing": set(),
     "machine": set(),
     "bench": {"ops", "cases", "check", "machine"},
-    "bench_load": {"checkpoint", "errors", "memory"},
+    "bench_load": {"checkpoint", "errors", "limits", "memory"},
     "cuda": {"ops", "cases", "check", "bench"},
     "proof": {"bench", "cases", "ops"},
     "errors": set(),

@@ -299,6 +299,7 @@ def test_row_29_where_templates_are_found(tmp_path):
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "old"}))
     assert template.find(tmp_path, {}) == {"default": "old"}
     assert template.find(tmp_path, {"chat_template": "config"}) == {"default": "config"}
+    assert template.find(tmp_path, {"chat_template": " \n"}) == {}, "an empty one is none"
     both = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     assert template.find(tmp_path, {"chat_template": both}) == {"default": "a", "tool_use": "b"}
     (tmp_path / "chat_template.jinja").write_text("file é\n", encoding="utf-8")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import limits, memory
-from ..errors import CheckpointError, shown
+from ..errors import CheckpointError, UsageError, shown
 from ..ops.experts import Experts, Lender
 from ..ops.formats import Packed
 from . import finite, names
@@ -135,7 +135,10 @@ class Weights:
         target, checkpoint, experts = torch.device(device), self.ledger.checkpoint, lenders is None
         spans = self._spans(experts)
         if load == "map" and target.type != "cpu":
-            raise ValueError(f'load: "map" is for the CPU, not for {target}')
+            raise UsageError(
+                f"weights that stay in the files (map) are for the CPU, not for {target}: run on it (--device cpu), or "
+                "read them (--load read)"
+            )
         for where, need in self.plan(target, experts=experts).items():
             memory.require(need, where, f"{checkpoint.folder}: loading it")
         if load == "map":

@@ -135,6 +135,8 @@ def checked(args: argparse.Namespace) -> Wishes:
     from ..sampling import SamplingParams
     from ..text.decoder import Stops
 
+    if args.ignore_chat_template and args.system_prompt:
+        args.parser.error("argument --system-prompt: goes with a chat template, which --ignore-chat-template forgoes")
     sampling = {name: getattr(args, name) for name in SAMPLING}
     try:
         SamplingParams.of(None, **sampling)
@@ -142,14 +144,27 @@ def checked(args: argparse.Namespace) -> Wishes:
     except ValueError as error:
         args.parser.error(str(error))
     template_args = read_template_args(args)
-    if args.threads is not None:
-        from ..machine import use_threads
-
-        try:
-            use_threads(args.threads)
-        except ValueError as error:
-            args.parser.error(f"argument --threads: {error}")
+    take_threads(args)
     return Wishes(sampling, template_args)
+
+
+def take_threads(args: argparse.Namespace) -> None:
+    if args.threads is None:
+        return
+    from ..machine import use_threads
+
+    try:
+        use_threads(args.threads)
+    except ValueError as error:
+        args.parser.error(f"argument --threads: {error}")
+
+
+def require_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+    """A system prompt has a place in the text; that is known when the model is."""
+    if args.system_prompt and not tokenizer.templates:
+        args.parser.error(
+            f"argument --system-prompt: goes with a chat template, which {args.model} lacks; put it into the prompt"
+        )
 
 
 def read_template_args(args: argparse.Namespace) -> dict[str, Any]:
@@ -168,10 +183,15 @@ def require_device(args: argparse.Namespace) -> None:
     """The device that was asked for is here, nothing asked is always right; and how it computes is settled."""
     import torch
 
+    from ..loading import pick_device
+
     if args.device == "cuda" and not torch.cuda.is_available():
         args.parser.error("argument --device: torch finds no CUDA GPU here; `halfbyte doctor` says what there is")
     if args.device == "mps" and not torch.backends.mps.is_available():
         args.parser.error("argument --device: torch finds no Apple GPU here; `halfbyte doctor` says what there is")
+    foretold = getattr(args, "trace", None) is not None  # what a GPU would do that need not be here
+    if getattr(args, "gpu_memory", None) is not None and not foretold and pick_device(args.device).type == "cpu":
+        args.parser.error("argument --gpu-memory: it runs on the CPU; --ram and --memory-limit are for that")
     on_gpu = args.device != "cpu" and torch.cuda.is_available()  # others are always deterministic
     if on_gpu and getattr(args, "deterministic", False):
         from ..ops.dispatch import make_deterministic

@@ -40,6 +40,7 @@ def talk(args: argparse.Namespace, wishes: shared.Wishes) -> int:
     from ..machine import backend
 
     model, tokenizer = shared.loaded(args.model, args, args.load)
+    shared.require_template(args, tokenizer)
     conversation = Conversation(
         model, tokenizer, args.system_prompt, max_tokens=args.max_tokens, stop=args.stop,
         template_args=wishes.template_args, raw=args.ignore_chat_template, prefill_step_size=args.prefill_step_size,

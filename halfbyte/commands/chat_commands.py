@@ -46,6 +46,8 @@ def help(rest: str, conversation: Conversation, model: str) -> str:
 def system(rest: str, conversation: Conversation, model: str) -> str:
     if not rest:
         return f"The system prompt is: {conversation.system}" if conversation.system else "There is no system prompt."
+    if conversation.raw:
+        raise Refused("/system: goes with a chat template, and there is none here. Put it into a message.")
     text = unquoted(rest)
     conversation.system = text or None
     return "The system prompt is set." if text else "The system prompt is removed."

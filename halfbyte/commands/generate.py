@@ -51,6 +51,7 @@ def answer(args: argparse.Namespace, wishes: shared.Wishes, prompt: str, schema:
     from ..generation import stream_generate
 
     model, tokenizer = shared.loaded(args.model, args, args.load)
+    shared.require_template(args, tokenizer)
     start = time.perf_counter()
     if args.ignore_chat_template or not tokenizer.templates:
         ids = tokenizer.prompt_ids(prompt)
@@ -101,8 +102,6 @@ def report(result: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    if args.ignore_chat_template and args.system_prompt:
-        args.parser.error("argument --system-prompt: goes with a chat template, which --ignore-chat-template forgoes")
     if args.prompt is None and sys.stdin.isatty():
         args.parser.error("a prompt is needed: -p TEXT, or text from a pipe; `halfbyte chat` asks for it")
     # The newline that ends what a pipe brings is the pipe's, as in "$(...)".
@@ -140,9 +139,12 @@ def follower(schema: str, model: Decoder, tokenizer: Tokenizer, ids: list[int]) 
 
 
 def require_place(path: Path | None) -> None:
-    """Where a prompt cache cannot be written is said before a reply is computed."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        why = "it is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
+    """Where a prompt cache cannot be written is said before a reply is computed; a pipe would wait for ever."""
+    if path is None or path.is_file():
+        return
+    if path.exists() or not path.absolute().parent.is_dir():
+        kind = "it is a folder" if path.is_dir() else "it is a pipe or a device"
+        why = kind if path.exists() else f"there is no folder {path.absolute().parent}"
         raise StorageError(f"{path}: no prompt cache can be written there: {why}. Name a file in a folder that exists.")
 
 

@@ -6,8 +6,14 @@ import argparse
 import math
 import re
 from collections.abc import Callable
+from typing import TypeVar
 
+Number = TypeVar("Number", int, float)
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+MOST = 10**9  # seconds, MB or GB: clocks and files count no further
+MOST_COUNTED = 1 << 42  # of anything; as MB it is the most bytes that a system counts
 
 
 def byte_count(text: str) -> int:
@@ -22,13 +28,19 @@ def positive(text: str) -> float:
     value = float(text)
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return value
+    return within(MOST, value)
 
 
 def seconds(text: str) -> float:
     value = float(text)
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return within(MOST, value)
+
+
+def within(most: int, value: Number) -> Number:
+    if value > most:
+        raise argparse.ArgumentTypeError(f"must be at most {most}, got {value:g}")
     return value
 
 
@@ -42,7 +54,7 @@ def at_least(least: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not (text.removeprefix("-").isdecimal() and int(text) >= least):
             raise argparse.ArgumentTypeError(f"must be {least} or more, got {text}")
-        return int(text)
+        return within(MOST_COUNTED, int(text))
 
     return read
 

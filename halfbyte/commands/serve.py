@@ -67,10 +67,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = Settings(**{name: getattr(args, name) for name, *_ in Settings.flags()})
     keys = read_keys(args)
-    if args.threads is not None:
-        from ..machine import use_threads
-
-        use_threads(args.threads)
+    shared.take_threads(args)
     sock = process.listen(args.host, args.port)
     model, tokenizer = shared.loaded(args.model, args, args.load, settings.max_concurrency)
     names = args.served_model_name or [args.model]
@@ -95,7 +92,10 @@ def read_keys(args: argparse.Namespace) -> list[str]:
         try:
             lines = args.api_key_file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            args.parser.error(f"argument --api-key-file: {error}")
+            why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+            args.parser.error(
+                f"argument --api-key-file: {args.api_key_file}: {why}. Name a file with a key in each line"
+            )
         keys += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not keys:
             args.parser.error(f"argument --api-key-file: {args.api_key_file} has no key")

@@ -20,17 +20,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read a whole model: headers, names, shapes, finite values, checksums where the hub's cache names them, and
-    repacked experts, every byte of which must be as in the shards.
+    """Read a whole model: headers, names, shapes, the tokenizer, finite values, checksums where the hub's cache names
+    them, and repacked experts, every byte of which must be as in the shards.
     """
     import torch
 
     from ..accounting import skeleton
+    from ..chat import Tokenizer
     from ..checkpoint import finite, sidecar
     from ..checkpoint.reading import read
 
     folder = located(args.model, args)
-    checkpoint, ledger, _ = skeleton(folder)
+    checkpoint, ledger, account = skeleton(folder)
+    tokens = Tokenizer.open(folder, account.vocabulary).vocab_size
     repacked = (sidecar.find_files(checkpoint, ledger.mixtures) if ledger.mixtures else None) or {}
     total = sum(state.size for state in (*checkpoint.states.values(), *repacked.values()))
     progress, done, sums = bar("verifying"), 0, {}
@@ -48,8 +50,12 @@ def run(args: argparse.Namespace) -> int:
         progress(done, total)
     for span in ledger.wanted.values():
         finite.check(folder, read(checkpoint.states, [span], torch.device("cpu")), ledger.stacks, ledger.modes, "all")
-    rows = [*sums.items(), *([("experts", f"{len(repacked)} files, as in the shards")] if repacked else [])]
-    values = {"folder": str(folder), "sha256": sums, "repacked": [path.name for path in repacked], "right": True}
+    rows = [*sums.items(), ("tokenizer", f"{tokens} tokens")]
+    rows += [("experts", f"{len(repacked)} files, as in the shards")] if repacked else []
+    values = {
+        "folder": str(folder), "sha256": sums, "tokens": tokens, "repacked": [path.name for path in repacked],
+        "right": True,
+    }  # fmt: skip
     show(values, [*rows, (folder.name, "right")], args.json)
     return 0
 

@@ -49,6 +49,11 @@ class Service:
         self.compiling = ThreadPoolExecutor(1, "schemas")  # who sends many of them waits for nobody else's texts
         free = max(available(model.device) - (STEP if model.device.type == "cpu" else 0), 0)
         budget = settings.prompt_cache_bytes if settings.prompt_cache_bytes >= 0 else int(free * CACHE_SHARE)
+        if budget > free:
+            raise NotEnoughMemory(
+                f"--prompt-cache-bytes may take {size(budget)} on {model.device}, and {size(free)} are free there. "
+                "Give it fewer, or leave it out: then it is a tenth of what is free."
+            )
         self.cache = new_cache(model, settings, free - budget)
         self.described = Model(tuple(names), self.cache.capacity, model.vocabulary, tokenizer.generation_config)
         self.grammars = Grammars(tokenizer, model.vocabulary)

@@ -16,6 +16,13 @@ SHOWN = 300  # characters of what the compiler says
 # Between the tokens of JSON: enough to indent, and an end to the spaces that a small model would write for ever.
 WHITESPACE: Any = {"whitespace_pattern": r"( |\n {0,16})?"}
 LENIENT: Any = {"lenient": True}  # keywords that llguidance does not know are no error
+NOWHERE = "no reply can follow it: it leads nowhere, or back to itself before a first character"
+PLAIN = {  # what llguidance says in words of its own, or of options that nobody has here
+    "NoExtensionBias": NOWHERE, "NoExtension": NOWHERE,
+    "LexerTooComplex": "it is too complex", "ParserTooComplex": "it is too complex",
+    "SearchRegex ": "", "Expecting object schema to apply options": "a schema is a JSON object",
+    "Enable 'coerce_one_of' option to approximate oneOf with anyOf": "Use anyOf.",
+}  # fmt: skip
 UNKNOWN = ("look-around", "backreferences")  # nor what JSON's regular expressions have and its own have not
 
 
@@ -59,6 +66,8 @@ def bytewise() -> Any:
 def said(text: str) -> str:
     """The first line, and what is wrong with a regular expression: what stands between quotes the whole grammar."""
     first, *more = text.strip().split("\n")
+    for theirs, plain in PLAIN.items():
+        first = first.replace(theirs, plain)
     return " ".join([first, *(line.removeprefix("error: ") for line in more if line.startswith("error: "))])[:SHOWN]
 
 

@@ -21,7 +21,7 @@ def find(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     """The templates of a model folder by name; the one most use is "default".
 
     chat_template.jinja comes before tokenizer_config.json's chat_template, a string or a list of names and templates,
-    and that before the old chat_template.json. additional_chat_templates/ holds further ones.
+    and that before the old chat_template.json. additional_chat_templates/ holds further ones. An empty one is none.
     """
     found: dict[str, str] = {}
     if (folder / "chat_template.jinja").exists():
@@ -35,7 +35,7 @@ def find(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
         found |= _named(given, where)
     if (more := folder / "additional_chat_templates").is_dir():
         found |= {path.stem: _text(more, path.name) for path in sorted(more.glob("*.jinja"))}
-    return found
+    return {name: source for name, source in found.items() if source.strip()}
 
 
 def _named(given: Any, where: Path) -> dict[str, str]:
