@@ -17,6 +17,7 @@ from .cache import Cache
 from .chat import Tokenizer
 from .compilation import compile_kernels
 from .engine import Chooser, Engine, Processor, Request
+from .engine import logits as logits_of
 from .generation_arguments import Prompt, choosing, prompt_ids, require_own, room
 from .memory import peak
 from .models.decoder import Decoder
@@ -111,7 +112,7 @@ def stream_generate(
     A string is taken as it stands (a chat template is applied by tokenizer.apply_chat_template). `sampling` are
     temperature, top_k, top_p, min_p, the penalties, logit_bias and seed; what is not given comes from the model's
     generation_config.json. `logits_processors` change the logits before; a `sampler` (logprobs [1, V] -> id) takes the
-    place of all that. A `prompt_cache` goes on with the text it holds, and then holds the reply but its last token;
+    place of all that. A `prompt_cache` goes on with the text it holds, and then holds prompt and reply too;
     `prompt_state_callback` is called when it holds the prompt but its last token: all that this prompt and longer ones
     have in common.
     """
@@ -136,6 +137,9 @@ def stream_generate(
         yield from _responses(engine, request, decoder, tokenizer.eos_ids, *told)
     finally:  # a loop that is left leaves the state of the tokens that it was given
         engine.cancel(request)
+        made = len(request.made)
+        if prompt_cache is not None and made and cache.lengths[0] == held + len(ids) + made - 1:
+            logits_of(model, request.made[-1:], cache)  # the engine computes a token when one is to follow
         if prompt_cache is None and prefill_step_size is None and engine.replays:
             _left[model] = cache
 

@@ -382,7 +382,7 @@ def test_a_prompt_cache_holds_what_its_loop_was_given(monkeypatch):
     pieces = stream_generate(model, tokenizer, "Once", 30, prompt_cache=caches[0], temperature=0)
     given = [next(pieces).token for _ in range(5)]
     pieces.close()
-    ids = tokenizer.prompt_ids("Once") + given[:-1]
+    ids = tokenizer.prompt_ids("Once") + given
     logits(model, ids, caches[1])
     assert caches[0].lengths == [len(ids)]
     same_state(*caches)

@@ -39,11 +39,11 @@ def test_a_conversation_in_a_prompt_cache():
     answers = list(halfbyte.stream_generate(model, tokenizer, first, 5, temperature=0, prompt_cache=kept))
     copied = copy.deepcopy(kept)
     made = [one.token for one in answers]
-    more = [made[-1], *tokenizer.encode(" and then")]
-    wanted = halfbyte.generate(model, tokenizer, [*first, *made[:-1], *more], max_tokens=8, temperature=0)
+    more = tokenizer.encode(" and then")
+    wanted = halfbyte.generate(model, tokenizer, [*first, *made, *more], max_tokens=8, temperature=0)
     for each in (copied, kept):
         assert wanted == halfbyte.generate(model, tokenizer, more, max_tokens=8, temperature=0, prompt_cache=each)
-    assert kept.lengths[0] == len(first) + len(made) - 1 + len(more) + 7 and not ours.can_trim_prompt_cache(kept)
+    assert kept.lengths[0] == len(first) + len(made) + len(more) + 8 and not ours.can_trim_prompt_cache(kept)
     before = kept.lengths[0]
     assert ours.trim_prompt_cache(kept, 3) == 0 and kept.lengths[0] == before
 
