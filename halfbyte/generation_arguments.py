@@ -59,9 +59,7 @@ def room(model: Decoder, length: int, max_tokens: int) -> int:
 
 
 def require_own(model: Decoder, cache: Cache) -> None:
-    """A cache goes on with the model whose states it holds: another would read them without a word."""
-    own = model.made_by, model.dtype, model.device.type, tuple(model.kept)
-    if (cache.made_by, cache.dtype, cache.device.type, cache.kept) != own:
+    if not model.owns(cache):
         raise ValueError(
             "prompt_cache: another model made it, or this one on another device, with another dtype or other "
             "--cpu-activations. Make a new one: make_prompt_cache(model)"

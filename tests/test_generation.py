@@ -1,5 +1,6 @@
 """Text from whole models: the API of mlx-lm, the engine under it, and state that goes on in another process."""
 
+import json
 import subprocess
 import sys
 from functools import cache
@@ -306,6 +307,10 @@ def test_a_saved_state_goes_on_in_another_process(name, tmp_path):
     assert torch.equal(torch.load(tmp_path / "rows", weights_only=True), straight)
 
 
+def with_ids(text):
+    return {"metadata": json.dumps({"ids": text})}
+
+
 class TestRow73:
     """A prompt-cache file of another model, truncated, with NaN, or of a later version is refused."""
 
@@ -336,11 +341,13 @@ class TestRow73:
         ("change", "said"),
         [
             ({"version": "2"}, "version '2'"),
-            ({"ids": "[1, 2, 3]"}, "layer 3 needs k"),
-            ({"ids": "[1, 2, 3, 99999]"}, "ids are damaged"),
-            ({"ids": "{"}, "not a prompt cache"),
-            ({"ids": "[" * 100_000}, "not a prompt cache: its token ids: it nests deeper than 64. Delete it"),
-            ({"ids": f"[{'9' * 5000}]"}, "not a prompt cache: its token ids: an integer of 5000 digits"),
+            (with_ids("[1, 2, 3]"), "3 token ids for the state of 4"),
+            (with_ids("[1, 2, 3, 99999]"), "ids are damaged"),
+            (with_ids("{"), "not a prompt cache"),
+            (with_ids("[" * 100_000), "not a prompt cache: its token ids: it nests deeper than 64. Delete it"),
+            (with_ids(f"[{'9' * 5000}]"), "not a prompt cache: its token ids: an integer of 5000 digits"),
+            (with_ids("\ud800"), "not a prompt cache"),
+            ({"metadata": "{}"}, "ids are damaged"),
         ],
     )
     def test_metadata(self, saved, change, said):

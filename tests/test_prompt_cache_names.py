@@ -127,7 +127,7 @@ def test_a_file_that_is_cut_off(saved, keep):
 
 def test_a_file_of_mlx_lms_and_none_at_all(tmp_path):
     save_file({"0.0": torch.zeros(2)}, tmp_path / "kept", {"1.0": "KVCache"})
-    refused(tmp_path / "kept", "save_prompt_cache of halfbyte did not write it")
+    refused(tmp_path / "kept", "another program made it")
     refused(tmp_path / "nothing", "no such prompt cache")
 
 
@@ -152,7 +152,7 @@ def changed_about(**changes):
         (lambda said, tensors: said.pop("metadata"), "not a prompt cache"),
         (lambda said, tensors: said.update(metadata="[1]"), "not a prompt cache"),
         (lambda said, tensors: tensors.pop("layers.0.k"), "not a prompt cache"),
-        (lambda said, tensors: tensors["layers.0.k"].fill_(torch.nan), "k of layer 0 is damaged"),
+        (lambda said, tensors: tensors["layers.0.k"].fill_(torch.nan), "k of layer 0 has NaN"),
     ],
 )
 def test_a_damaged_file(saved, change, said):

@@ -90,7 +90,7 @@ BELOW = {
     "flights": {"cache", "decoding", "models", "replaying", "request", "sampling"},
     "engine": {"cache", "decoding", "flights", "machine", "models", "ops", "prefilling", "request", "sampling", "step"},
     "recordings": {"decoding", "engine", "prefilling"},
-    "cache_file": {"cache", "errors", "files", "models", "strict_json"},
+    "cache_file": {"cache", "models", "strict_json"},
     "conversation": {"cache", "chat", "engine", "errors", "memory", "models", "prefixes", "sampling", "text"},
     "conversation_file": {"errors", "files", "limits"},
     "bench_model": {"accounting", "cache", "engine", "machine", "memory", "models", "replaying", "sampling"},

@@ -1,7 +1,7 @@
 """A prompt cache in a file that says all about itself, so that it is read without its model, as mlx-lm's are.
 
 One safetensors file: the tensors of every layer, and in its metadata what the layers keep and whose states these are.
-Whether the model that goes on from it is that one is checked then (`Cache.made_by`).
+Whether the model that goes on from it is that one is checked then (`Decoder.owns`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def write(path: Path, cache: Cache, metadata: Mapping[str, str]) -> None:
-    """What the first slot holds. The file appears whole or not at all."""
+def write(path: Path, cache: Cache, metadata: Mapping[str, str], slot: int = 0) -> None:
+    """What a slot holds. The file appears whole or not at all."""
     from safetensors.torch import save
 
     about = {
-        "length": cache.lengths[0], "chunk": cache.chunk, "device": cache.device.type, "dtype": NAMES[cache.dtype],
+        "length": cache.lengths[slot], "chunk": cache.chunk, "device": cache.device.type, "dtype": NAMES[cache.dtype],
         "kept": [_described(one) for one in cache.kept],
     }  # fmt: skip
-    layers = cache.snapshot(0).layers
+    layers = cache.snapshot(slot).layers
     tensors = {
         f"layers.{i}.{part}": t.cpu().contiguous() for i, layer in enumerate(layers) for part, t in layer.items()
     }
@@ -54,7 +54,8 @@ def read(path: Path) -> tuple[Cache, dict[str, str]]:
         with safe_open(path, "pt") as file:
             said = file.metadata() or {}
             if said.get("version") != VERSION:
-                _refuse(path, "save_prompt_cache of halfbyte did not write it, or another version did")
+                why = f"it has version {said.get('version')!r}, this program reads {VERSION!r}"
+                refuse(path, why if "version" in said else "another program made it")
             about, metadata = (_parsed(path, said.get(name, "")) for name in ("cache", "metadata"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         cache = _made(path, about, tensors)
@@ -83,25 +84,27 @@ def _made(path: Path, about: Any, tensors: dict[str, Tensor]) -> Cache:
     length, chunk, device = about["length"], about["chunk"], about["device"]
     for name, value, most in (("length", length, limits.CONTEXT), ("chunk", chunk, MOST_CHUNK)):
         if type(value) is not int or not (name == "chunk") <= value <= most:
-            _refuse(path, f"its {name} is damaged")
+            refuse(path, f"its {name} is damaged")
     here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not here.get(device):
-        _refuse(path, f"it was made on {device}, which is not here")
+        refuse(path, f"it was made on {device}, which is not here")
     dtype, kept = DTYPES[about["dtype"]], [_kept(one) for one in about["kept"]]
     layers = []
     for index, one in enumerate(kept):
         if one.window is not None and not (type(one.window) is int and 0 < one.window <= limits.CONTEXT):
-            _refuse(path, "a window is damaged")
+            refuse(path, "a window is damaged")
         rows = length if one.window is None else min(length, one.window)
         wanted = {name: ((rows, *row), dtype) for name, row in one.rows.items()}
         wanted |= {name: (shape, own or dtype) for name, (shape, own) in one.fixed.items()}
         layer = {name: tensors.pop(f"layers.{index}.{name}") for name in wanted}
         for name, tensor in layer.items():
-            if (tuple(tensor.shape), tensor.dtype) != wanted[name] or not bool(torch.isfinite(tensor).all()):
-                _refuse(path, f"{name} of layer {index} is damaged")
+            if (tuple(tensor.shape), tensor.dtype) != wanted[name]:
+                refuse(path, f"{name} of layer {index} is damaged")
+            if not bool(torch.isfinite(tensor).all()):
+                refuse(path, f"{name} of layer {index} has NaN or infinite values")
         layers.append(layer)
     if tensors:
-        _refuse(path, f"there is no layer for {next(iter(tensors))!r}")
+        refuse(path, f"there is no layer for {next(iter(tensors))!r}")
     capacity = length if device == "cpu" else -(-length // 16) * 16  # as Decoder.new_cache
     cache = Cache(kept, 1, capacity, chunk=chunk, device=device, dtype=dtype)
     cache.restore(0, Snapshot(length, tuple({name: t.to(device) for name, t in one.items()} for one in layers)))
@@ -113,5 +116,5 @@ def _parsed(path: Path, text: str) -> Any:
     return strict_json.parse(text.encode("utf-8", "replace"), where, remedy=f" {AGAIN}", finite=True)
 
 
-def _refuse(path: Path, why: str) -> NoReturn:
+def refuse(path: Path, why: str) -> NoReturn:
     raise CheckpointError(f"{path}: the prompt cache cannot be used: {why}. {AGAIN}")

@@ -98,6 +98,11 @@ class Decoder:
         rounded = self.device.type == "cpu" and cpu_activations() != "f32"
         return f"{self.fingerprint} {cpu_activations()}" if rounded else self.fingerprint
 
+    def owns(self, cache: Cache) -> bool:
+        """Whether it can go on with the states of a cache: those of another model it would read without a word."""
+        own = self.made_by, self.dtype, self.device.type, self.kept
+        return (cache.made_by, cache.dtype, cache.device.type, list(cache.kept)) == own
+
     def new_cache(
         self, slots: int = 1, capacity: int = 0, chunk: int | None = None, padding: int | None = None
     ) -> Cache:
