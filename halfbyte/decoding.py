@@ -32,19 +32,20 @@ class Drawn:
     """The ids that a step draws, on their way to the host."""
 
     def __init__(self, ids: Tensor) -> None:
+        self.ids, self.read = ids, list[int]()
         self.arrived: torch.cuda.Event | None = None
         if ids.device.type == "cuda":
             self.ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)
             self.arrived = torch.cuda.Event()
             self.arrived.record()
-        else:
-            self.ids = ids.clone()
+        else:  # the next step writes over them; a copy of torch's would let go of Python's lock, and wait for it
+            self.read = ids.tolist()
 
     def tolist(self) -> list[int]:
         if self.arrived is not None:
             self.arrived.synchronize()
-        ids: list[int] = self.ids.tolist()
-        return ids
+            self.read = self.ids.tolist()
+        return self.read
 
 
 class Tape:
