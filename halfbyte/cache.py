@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .memory import require
 from .step import Step, Wanted, plan
 
 # Rows: a cache that grows does so in steps of this, so that few copies are made; on a GPU, few steps recorded again.
@@ -167,6 +168,14 @@ def step_sizes(slots: int, device: torch.device) -> list[int]:
 def padding_of(slots: int, device: torch.device) -> int:
     """The most rows that fill a step up to its size; from 8 slots on it is the same, however many there are."""
     return max((larger - size - 1 for size, larger in pairwise(step_sizes(min(slots, 8), device))), default=0)
+
+
+def make_room(cache: Cache, length: int, what: str) -> None:
+    """Room for `length` tokens, or NotEnoughMemory before any of it is taken."""
+    if length > cache.capacity:
+        need = bytes_of(cache.kept, cache.padding.stop, cache.grown(length), cache.chunk, cache.dtype)
+        require(need, cache.device, what)
+        cache.reserve(length)
 
 
 def bytes_of(kept: Sequence[Kept], slots: int, capacity: int, chunk: int, dtype: torch.dtype) -> int:

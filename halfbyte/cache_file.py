@@ -26,9 +26,7 @@ def save(path: Path | str, model: Decoder, cache: Cache, ids: list[int], slot: i
 def load(path: Path | str, model: Decoder) -> tuple[Cache, list[int]]:
     """The cache of one slot that a file holds, and the ids of its text."""
     path = Path(path)
-    cache, said = read(path)
-    if not model.owns(cache):
-        refuse(path, "it was made with another checkpoint, on another device, with another dtype or --cpu-activations")
+    cache, said = read(path, model)
     text, where = said.get("ids", "null").encode("utf-8", "replace"), f"{path}: not a prompt cache: its token ids"
     ids = strict_json.parse(text, where, remedy=f" {AGAIN}", finite=True)
     if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < model.vocabulary for id in ids):

@@ -14,10 +14,10 @@ from .errors import CheckpointError, shown
 from .text import template
 from .text.control import Controls, clean, each_string
 from .text.decoder import Decoder, Stops, detokenizer
-from .text.messages import Messages, normal
+from .text.messages import Messages, cut_at_end, marked_end, normal
 from .text.reply import Reply, Syntax, syntax
 from .text.template import TemplateError
-from .text.tokenizer_names import TokenizerNames, refuse_other_forms
+from .text.tokenizer_names import MOST_ID, TokenizerNames, refuse_other_forms
 
 log = logging.getLogger(__name__)
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -43,6 +43,7 @@ class Tokenizer(TokenizerNames):
         self.syntax: Syntax = syntax(self.templates.get("default", "".join(self.templates.values())))
         self.controls = Controls(tokens, self.templates.values(), self.syntax.markers)
         self._detokenizer = detokenizer(tokens)
+        self._told = False  # that control tokens in a text are text
         self._special = frozenset(id for id, token in tokens.get_added_tokens_decoder().items() if token.special)
 
     @classmethod
@@ -76,7 +77,7 @@ class Tokenizer(TokenizerNames):
     def bos_id(self) -> int | None:
         return self.bos_token_id
 
-    def encode(self, text: str, special: bool = False, *, add_special_tokens: bool | None = None) -> list[int]:
+    def encode(self, text: str, special: bool | None = None, *, add_special_tokens: bool | None = None) -> list[int]:
         """The ids of a text, nothing added. Control tokens in it are text, or themselves where `special` says so.
 
         Said either way, `add_special_tokens` is transformers': control tokens are meant, and those that open and close
@@ -85,6 +86,12 @@ class Tokenizer(TokenizerNames):
         if add_special_tokens is not None:
             ids: list[int] = self.tokens.encode(clean(text), add_special_tokens=add_special_tokens).ids
             return ids
+        if special is None and not self._told and self.controls.names.find(text, 0):
+            self._told = True
+            log.warning(
+                "encode: control tokens in the text are taken as text, for it may be anybody's. "
+                "encode(text, add_special_tokens=False) means them."
+            )
         return self.controls.encode_trusted(clean(text)) if special else self.controls.encode_text(text)
 
     def prompt_ids(self, text: str) -> list[int]:
@@ -96,7 +103,10 @@ class Tokenizer(TokenizerNames):
         """The text of ids, with special tokens or without them, which is also said as transformers says it."""
         given = ids.tolist() if hasattr(ids, "tolist") else ids
         skip = not special if skip_special_tokens is None else skip_special_tokens
-        text: str = self.tokens.decode([given] if isinstance(given, int) else list(given), skip_special_tokens=skip)
+        all_ids = [given] if isinstance(given, int) else list(given)
+        if any(not 0 <= id <= MOST_ID for id in all_ids):
+            raise ValueError(f"decode: {shown(next(id for id in all_ids if not 0 <= id <= MOST_ID))} is no token id")
+        text: str = self.tokens.decode(all_ids, skip_special_tokens=skip)
         return text
 
     def token_bytes(self, id: int) -> bytes:
@@ -112,32 +122,49 @@ class Tokenizer(TokenizerNames):
         messages: Messages,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **template_args: Any,
     ) -> str:
-        """The text that the chat template makes of messages, byte for byte that of transformers. Parts are one text."""
+        """The text that the chat template makes of messages, byte for byte that of transformers. Parts are one text.
+
+        `continue_final_message`: it ends where the content of the last message does, which the model is to go on with.
+        """
         given = [each_string(message, clean) for message in normal(messages)]
         more = each_string({"tools": tools, **template_args}, clean)
-        return self._render(given, more, add_generation_prompt)
+        return self._render(given, more, add_generation_prompt, continue_final_message)
 
     def chat_ids(
         self,
         messages: Messages,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **template_args: Any,
     ) -> list[int]:
         """The ids of a conversation. Control tokens are those the template writes; in messages they are text."""
         guard, own = self.controls.guard, self.controls.guard_assistant
         given = [each_string(one, own if one["role"] == "assistant" else guard) for one in normal(messages)]
         more = each_string({"tools": tools, **template_args}, guard)
-        return self.controls.encode_marked(self._render(given, more, add_generation_prompt))
+        return self.controls.encode_marked(self._render(given, more, add_generation_prompt, continue_final_message))
 
     def apply_chat_template(
-        self, conversation: Messages, add_generation_prompt: bool = True, tokenize: bool = True, **kwargs: Any
+        self,
+        conversation: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **kwargs: Any,
     ) -> list[int] | str:
-        """chat_ids or render, under the name that mlx-lm's scripts call."""
+        """chat_ids or render, under the name that mlx-lm's scripts call. Where transformers' opens no reply unless told
+        to, this one does unless told not to: a prompt is what most want."""
+        refuse_other_forms(tools, kwargs)
+        if add_generation_prompt and continue_final_message:
+            raise ValueError("apply_chat_template: add_generation_prompt and continue_final_message exclude each other")
+        opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         make = self.chat_ids if tokenize else self.render
-        return make(conversation, add_generation_prompt=add_generation_prompt, **refuse_other_forms(kwargs))
+        return make(conversation, tools, opens, continue_final_message, **kwargs)
 
     def reply(self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
         """What takes the reply to a prompt apart, into reasoning, text and, where tools were offered, calls."""
@@ -145,7 +172,7 @@ class Tokenizer(TokenizerNames):
         tail = self.decode(prompt_ids[-TAIL:]).rstrip()
         return Reply(self.syntax, tools, thinking=bool(opening) and tail.endswith(opening))
 
-    def _render(self, messages: list[Any], more: Mapping[str, Any], add_generation_prompt: bool) -> str:
+    def _render(self, messages: list[Any], more: Mapping[str, Any], opens: bool, continues: bool) -> str:
         named = "tool_use" if more.get("tools") and "tool_use" in self.templates else "default"
         if named not in self.templates:
             there = f"only {', '.join(sorted(self.templates))}" if self.templates else "none"
@@ -153,8 +180,10 @@ class Tokenizer(TokenizerNames):
                 f"The model folder has no default chat template ({there}). It may be a base model: "
                 "give it a raw prompt, or add a chat_template.jinja."
             )
-        conversation = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        return template.render(self.templates[named], {"documents": None, **self.named, **more, **conversation})
+        given = marked_end(messages) if continues else messages
+        conversation = {"messages": given, "add_generation_prompt": opens}
+        text = template.render(self.templates[named], {"documents": None, **self.named, **more, **conversation})
+        return cut_at_end(text) if continues else text
 
 
 def _read_tokens(folder: Path) -> tokenizers.Tokenizer:

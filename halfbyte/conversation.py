@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from .cache import Cache, Snapshot, bytes_of
+from .cache import Cache, Snapshot, make_room
 from .chat import Tokenizer
 from .engine import Engine, Made, Request
 from .errors import HalfbyteError, NotEnoughMemory
-from .memory import peak, require
+from .memory import peak
 from .models.decoder import Decoder
 from .prefixes import shared
+from .request import ended
 from .sampling import SamplingParams
 from .text.reply import Event
 
@@ -199,7 +200,7 @@ class Conversation:
                     if decoder.stopped is not None or self._stopping:
                         engine.cancel(request, "interrupted" if decoder.stopped is None else "stop")
                     if request.finish_reason is not None:
-                        stats.finish_reason = request.finish_reason
+                        stats.finish_reason = ended(request, decoder) or ""
                         events += [*reply.push(decoder.finish()), *reply.finish()]
                     yield events
         finally:
@@ -211,10 +212,7 @@ class Conversation:
             raise RuntimeError("this reply was left for another one: it cannot go on")
         prompt, cache = request.prompt, self._cache
         length = max(len(prompt), len(self._held)) + 1
-        if length > cache.capacity:  # refused here, not when half of it is computed
-            need = bytes_of(cache.kept, 1, cache.grown(length), cache.chunk, cache.dtype)
-            require(need, self.model.device, f"a conversation of {length} tokens")
-            cache.reserve(length)
+        make_room(cache, length, f"a conversation of {length} tokens")  # refused here, not when half of it is computed
         self._unsure = True
         try:
             made = engine.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,15 +13,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .cache import Cache
+from .cache import Cache, bytes_of, make_room
 from .chat import Tokenizer
 from .compilation import compile_kernels
 from .engine import Chooser, Engine, Processor, Request
 from .engine import logits as logits_of
 from .generation_arguments import Prompt, choosing, prompt_ids, require_own, room
-from .memory import peak
+from .memory import peak, require
 from .models.decoder import Decoder
+from .request import ended
+from .text.decoder import Decoder as Decoded
 
+MOST_AHEAD = 1 << 14  # tokens of a reply that room is made for before it begins; it grows with a longer one
 _left: WeakKeyDictionary[Decoder, Cache] = WeakKeyDictionary()  # by replies that are over
 
 
@@ -101,6 +104,7 @@ def stream_generate(
     sampler: Chooser | None = None,
     logits_processors: Sequence[Processor] | None = None,
     prompt_cache: Cache | None = None,
+    held_ids: Sequence[int] = (),
     prefill_step_size: int | None = None,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     prompt_state_callback: Callable[[], None] | None = None,
@@ -112,24 +116,22 @@ def stream_generate(
     A string is taken as it stands (a chat template is applied by tokenizer.apply_chat_template). `sampling` are
     temperature, top_k, top_p, min_p, the penalties, logit_bias and seed; what is not given comes from the model's
     generation_config.json. `logits_processors` change the logits before; a `sampler` (logprobs [1, V] -> id) takes the
-    place of all that. A `prompt_cache` goes on with the text it holds, and then holds prompt and reply too;
-    `prompt_state_callback` is called when it holds the prompt but its last token: all that this prompt and longer ones
-    have in common.
+    place of all that. A `prompt_cache` goes on with the text it holds, and then holds prompt and reply too; processors
+    and penalties know that text if its ids are given, as `held_ids`. `prompt_state_callback` is called when it holds
+    the prompt but its last token: all that this prompt and longer ones have in common.
     """
-    ids = prompt_ids(tokenizer, prompt)
-    held = 0 if prompt_cache is None else prompt_cache.lengths[0]
-    most = room(model, held + len(ids), max_tokens)
+    new, before = prompt_ids(tokenizer, prompt), list(held_ids)
+    held = 0 if prompt_cache is None and not before else require_own(model, prompt_cache, before)
+    most = room(model, held + len(new), max_tokens)
     params, chooser = choosing(tokenizer, sampler, sampling)
     request = Request(
-        ids, most, params, tokenizer.eos_ids, logits_processors or (), chooser,
-        goes_on=prompt_cache is not None, keeps=prompt_cache is not None,
+        [*before, *new], most, params, tokenizer.eos_ids, logits_processors or (), chooser,
+        goes_on=prompt_cache is not None, keeps=prompt_cache is not None, computed=len(before),
     )  # fmt: skip
-    request.pause = 0 if prompt_state_callback is None else len(ids) - 1
-    if prompt_cache is not None:
-        require_own(model, prompt_cache)
+    request.pause = 0 if prompt_state_callback is None else len(request.prompt) - 1
     compile_kernels(model)
     cache = _new_cache(model, prefill_step_size) if prompt_cache is None else prompt_cache
-    cache.reserve(held + len(ids) + most)
+    make_room(cache, held + len(new) + min(most, MOST_AHEAD), f"a text of {held + len(new)} tokens and its reply")
     engine = Engine(model, cache)
     engine.submit(request)
     try:
@@ -138,7 +140,7 @@ def stream_generate(
     finally:  # a loop that is left leaves the state of the tokens that it was given
         engine.cancel(request)
         made = len(request.made)
-        if prompt_cache is not None and made and cache.lengths[0] == held + len(ids) + made - 1:
+        if prompt_cache is not None and made and cache.lengths[0] == held + len(new) + made - 1:
             logits_of(model, request.made[-1:], cache)  # the engine computes a token when one is to follow
         if prompt_cache is None and prefill_step_size is None and engine.replays:
             _left[model] = cache
@@ -147,19 +149,22 @@ def stream_generate(
 def _responses(
     engine: Engine,
     request: Request,
-    decoder: Any,
+    decoder: Decoded,
     eos_ids: frozenset[int],
     prompt_progress_callback: Callable[[int, int], None] | None,
     prompt_state_callback: Callable[[], None] | None,
 ) -> Iterator[GenerationResponse]:
-    ids, model = request.prompt, engine.model
+    model, cache, before = engine.model, engine.cache, request.computed
+    prompted = len(request.prompt) - before
     start, first, memory = time.perf_counter(), 0.0, 0.0
     while engine.busy:
-        if prompt_state_callback is not None and request.computed == len(ids) - 1:
+        if prompt_state_callback is not None and request.computed == len(request.prompt) - 1:
             prompt_state_callback()
+        if request.made:
+            make_room(cache, cache.lengths[0] + 1, f"a text of {cache.lengths[0] + 1} tokens")
         made = engine.step()
         if prompt_progress_callback is not None and not request.made[1:]:
-            prompt_progress_callback(request.computed, len(ids))
+            prompt_progress_callback(request.computed - before, prompted)
         for _, id, logits in made:
             now = time.perf_counter()
             first = first or now
@@ -172,15 +177,15 @@ def _responses(
             if count == 1 or request.finish_reason is not None:
                 memory = peak(model.device) / 1e9
             yield GenerationResponse(
-                text, id, logits, len(ids), len(ids) / (first - start), count,
-                (count - 1) / (now - first) if count > 1 else 0.0, memory, request.finish_reason,
+                text, id, logits, prompted, prompted / (first - start), count,
+                (count - 1) / (now - first) if count > 1 else 0.0, memory, ended(request, decoder),
             )  # fmt: skip
 
 
 class _Row:
     """One reply of a batch, as it comes."""
 
-    def __init__(self, request: Request, decoder: Any) -> None:
+    def __init__(self, request: Request, decoder: Decoded) -> None:
         self.request, self.decoder = request, decoder
         self.text, self.ids, self.scores = "", list[int](), list[float]()
 
@@ -214,8 +219,8 @@ def batch_generate(
     """The replies to several prompts, computed together. On a CPU each is the reply it would be alone, bit for bit.
 
     Arguments are mlx-lm's, options those of stream_generate. A prompt is a text or token ids; `max_tokens` may be one
-    number for each. Token ids are returned whatever `return_token_ids` says; `verbose` says on standard error how fast
-    it was.
+    number for each. Token ids are returned whatever `return_token_ids` says; `logprobs` are as the model gave them,
+    before processors. `verbose` says on standard error how fast it was.
     """
     if prompt_caches is not None or return_prompt_caches:
         name = "return_prompt_caches" if prompt_caches is None else "prompt_caches"
@@ -223,7 +228,7 @@ def batch_generate(
     if isinstance(prompts, str):
         raise ValueError("batch_generate: prompts must be a list of texts or of token ids, got one text: [text] is one")
     all_ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
-    limits = [max_tokens] * len(all_ids) if isinstance(max_tokens, int) else list(max_tokens)
+    limits = list(max_tokens) if isinstance(max_tokens, Iterable) else [max_tokens] * len(all_ids)
     if len(limits) != len(all_ids):
         raise ValueError(
             f"batch_generate: max_tokens must be one number, or one for each of {len(all_ids)} prompts, "
@@ -241,6 +246,8 @@ def batch_generate(
     rows = [_Row(request, tokenizer.decoder(stop)) for request in requests]
     longest = max((len(ids) + most for ids, most in zip(all_ids, rooms, strict=True)), default=0)
     slots = max(min(completion_batch_size, len(rows)), 1)
+    what = f"a cache for {slots} texts (completion_batch_size) of {longest} tokens (max_tokens)"
+    require(bytes_of(model.kept, slots, longest, prefill_step_size or 512, model.dtype), model.device, what)
     compile_kernels(model)
     stats = _run(Engine(model, model.new_cache(slots, longest, prefill_step_size)), rows)
     if verbose:
@@ -249,7 +256,7 @@ def batch_generate(
         [row.text + row.decoder.finish() for row in rows],
         stats,
         [row.ids for row in rows],
-        [row.request.finish_reason or "length" for row in rows],
+        [ended(row.request, row.decoder) or "length" for row in rows],
         [row.scores for row in rows] if return_logprobs else None,
     )
 

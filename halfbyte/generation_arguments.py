@@ -11,10 +11,11 @@ from torch import Tensor
 
 from .cache import Cache
 from .chat import Tokenizer
+from .errors import shown
 from .models.decoder import Decoder
 from .request import Chooser
 from .sample_utils import TokenSampler
-from .sampling import SamplingParams
+from .sampling import SamplingParams, plain
 
 Prompt = str | Sequence[int] | Tensor
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
@@ -48,9 +49,10 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 
 def room(model: Decoder, length: int, max_tokens: int) -> int:
     """How many tokens may follow: what is asked for, as far as the model's context goes; -1 asks for all of that."""
-    if max_tokens < 1 and max_tokens != -1:
+    max_tokens = plain(max_tokens)
+    if type(max_tokens) is not int or (max_tokens < 1 and max_tokens != -1):
         raise ValueError(
-            f"max_tokens must be 1 or more, or -1 for as many as the context has room for, got {max_tokens}"
+            f"max_tokens must be 1 or more, or -1 for as many as the context has room for, got {shown(max_tokens)}"
         )
     if length >= model.context:
         raise ValueError(f"the prompt has {length} tokens, and the model's context is {model.context}: shorten it")
@@ -58,12 +60,18 @@ def room(model: Decoder, length: int, max_tokens: int) -> int:
     return left if max_tokens == -1 else min(max_tokens, left)
 
 
-def require_own(model: Decoder, cache: Cache) -> None:
+def require_own(model: Decoder, cache: Cache | None, held_ids: Sequence[int]) -> int:
+    """How many tokens a prompt cache holds, which must be this model's."""
+    if not isinstance(cache, Cache):
+        raise TypeError("prompt_cache must be what make_prompt_cache(model) gives: one cache for all layers, no list")
+    if held_ids and len(held_ids) != cache.lengths[0]:
+        raise ValueError(f"held_ids: {len(held_ids)} ids, and the prompt cache holds {cache.lengths[0]} tokens")
     if not model.owns(cache):
         raise ValueError(
             "prompt_cache: another model made it, or this one on another device, with another dtype or other "
             "--cpu-activations. Make a new one: make_prompt_cache(model)"
         )
+    return cache.lengths[0]
 
 
 def choosing(
@@ -71,7 +79,7 @@ def choosing(
 ) -> tuple[SamplingParams, Chooser | None]:
     """How one reply's tokens are chosen: by parameters, or by a function. One that says no more than parameters can is
     taken at its word, so that its steps are replayed. None is as good as not given."""
-    given = {name: value for name, value in options.items() if value is not None and name not in DETAILS}
+    given = {name: plain(value) for name, value in options.items() if value is not None and name not in DETAILS}
     if unknown := sorted(given.keys() - SAMPLING):
         raise TypeError("; ".join(map(_unknown, unknown)))
     if sampler is None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .sampling import SamplingParams
+from .text.decoder import Decoder
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # (the text's ids so far [T], logits [1, V]) -> logits [1, V]
 Chooser = Callable[[Tensor], Tensor]  # log-probabilities [1, V] -> an id [1]
@@ -46,3 +47,8 @@ def replayable(request: Request) -> bool:
     """Whether a request goes on from one token by what its slot and its sampling parameters say alone."""
     plain = not request.processors and request.chooser is None and not request.params.logit_bias
     return plain and not request.params.penalised
+
+
+def ended(request: Request, decoder: Decoder) -> str | None:
+    """Why a reply has ended. A stop string counts, also where its last token was the last that was allowed."""
+    return "stop" if decoder.stopped is not None else request.finish_reason

@@ -1,8 +1,9 @@
 """Samplers and logits processors under the names that mlx-lm's scripts import.
 
 Filters come in mlx-lm's order, which is not that of `temperature=` and its like: they look at the probabilities before
-the temperature does (top_p, min_p, XTC, top_k; then the draw). Penalties look back at the last tokens of the whole
-text, the prompt included. What is random follows `torch.manual_seed`, as mlx's follows mx.random.seed.
+the temperature does (top_p, min_p, XTC, top_k; then the draw). Penalties look back at the last tokens of prompt and
+reply; of what a prompt cache holds already they know if `held_ids` says it. What is random follows
+`torch.manual_seed`, as mlx's follows mx.random.seed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .errors import shown
 from .ops.dispatch import wide
 from .ops.sampling import Sampling, sample
 from .request import Processor
-from .sampling import SEEDS, SamplingParams
+from .sampling import SEEDS, SamplingParams, plain
 
 MINUS_INF = float("-inf")
 
@@ -47,7 +48,7 @@ class TokenSampler:
             logprobs = apply_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
         if self.xtc_probability > 0:
             logprobs = apply_xtc(logprobs, self.xtc_probability, self.xtc_threshold, self.xtc_special_tokens)
-        if self.top_k > 0:
+        if 0 < self.top_k < logprobs.shape[-1]:
             logprobs = apply_top_k(logprobs, self.top_k)
         return categorical_sampling(logprobs, self.temp)
 
@@ -78,6 +79,9 @@ def make_sampler(
     `min_p` never leaves fewer than `min_tokens_to_keep`. XTC takes the likeliest tokens away, but the last one above
     `xtc_threshold`, in `xtc_probability` of all draws; `xtc_special_tokens` it leaves alone.
     """
+    temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold = map(
+        plain, (temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold)
+    )
     _require("temp", temp, 0, math.inf)
     _require("top_p", top_p, 0, 1)
     _require("min_p", min_p, 0, 1)
@@ -106,7 +110,7 @@ def make_logits_processors(
     Penalties count the last so many tokens of the text; a context size of None or 0 counts all. A penalty of None or 0
     is off.
     """
-    processors: list[Processor] = [_bias(logit_bias)] if logit_bias else []
+    processors: list[Processor] = [_bias(plain(logit_bias))] if logit_bias else []
     if repetition_penalty:
         processors.append(make_repetition_penalty(repetition_penalty, repetition_context_size))
     if presence_penalty:
@@ -154,6 +158,8 @@ def apply_xtc(
     share = torch.softmax(wide(logits), -1)
     last = share.masked_fill(share <= xtc_threshold, math.inf).amin(-1, keepdim=True)
     removed = share > last
+    if (V := logits.shape[-1]) and any(not 0 <= id < V for id in xtc_special_tokens):
+        raise ValueError(f"xtc_special_tokens: ids must be from 0 to {V - 1}, they are {shown([*xtc_special_tokens])}.")
     removed[..., list(xtc_special_tokens)] = False
     return logits.masked_fill(removed, MINUS_INF)
 

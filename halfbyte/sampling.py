@@ -23,6 +23,16 @@ SEEDS = 1 << 63  # of either sign
 BIAS = 100.0  # of either sign, as OpenAI's
 
 
+def plain(value: Any) -> Any:
+    """A single number of NumPy's or torch's as Python's, and tables of them; all else as it is."""
+    if isinstance(value, Mapping):
+        return {plain(key): plain(one) for key, one in value.items()}
+    try:
+        return value.item()
+    except (AttributeError, ValueError, RuntimeError):  # no number, or several
+        return value
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """One request's wishes. The defaults are greedy; a value out of range is refused here, before anything runs."""

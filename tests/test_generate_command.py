@@ -145,13 +145,14 @@ def test_it_goes_on_from_a_prompt_cache(answer, capsys, folder, tmp_path):
 def test_the_same_message_goes_on_from_its_state(capsys, tmp_path):
     """With a template, tokens of its own come behind the message; the reply is no part of what is kept."""
 
-    def answer():
-        text = ("-p", "Tell me a story about a fox.", "-m", "6", "--temp", "0", "--device", "cpu", "--json")
-        assert main(["generate", "tiny", *text, "--prompt-cache-file", str(tmp_path / "state")]) == 0
+    def answer(file, *more):
+        text = ("-p", "Tell me a story about a fox.", "-m", "12", "--temp", "0", "--device", "cpu", "--json", *more)
+        assert main(["generate", "tiny", *text, "--prompt-cache-file", str(tmp_path / file)]) == 0
         return json.loads(capsys.readouterr().out)
 
-    first, again = answer(), answer()
-    assert first["text"] == again["text"] and (first["prompt_tokens"] > 9) and again["prompt_tokens"] == 1
+    for file, more in enumerate([(), ("--repetition-penalty", "4"), ("--prefill-step-size", "10000")]):
+        first, again = answer(str(file), *more), answer(str(file), *more)
+        assert first["text"] == again["text"] and (first["prompt_tokens"] > 9) and again["prompt_tokens"] == 1
 
 
 def test_a_reader_that_has_seen_enough(folder):

@@ -12,9 +12,10 @@ from test_models import model_of
 
 import halfbyte
 from halfbyte import cache_file
+from halfbyte.cache import GROWTH
 from halfbyte.chat import Tokenizer
 from halfbyte.engine import Engine, Request, logits
-from halfbyte.errors import CheckpointError, StorageError
+from halfbyte.errors import CheckpointError, NotEnoughMemory, StorageError
 from halfbyte.sampling import SamplingParams
 
 NAME = "qwen3_5_moe-4bit"
@@ -110,6 +111,10 @@ def test_a_stop_string_ends_it(loaded):
     answers = list(halfbyte.stream_generate(model, tokenizer, [5, 6, 7], max_tokens=9, stop=stop))
     assert "".join(answer.text for answer in answers) == whole[: whole.index(stop)]
     assert answers[-1].finish_reason == "stop" and len(answers) < 9
+    last = list(halfbyte.stream_generate(model, tokenizer, [5, 6, 7], max_tokens=len(answers), stop=stop))
+    assert last[-1].finish_reason == "stop", "though no more tokens were allowed"
+    batch = halfbyte.batch_generate(model, tokenizer, [[5, 6, 7]], max_tokens=len(answers), stop=stop)
+    assert batch.finish_reasons == ["stop"]
 
 
 def test_a_seed_repeats_a_draw_and_a_row_draws_alone(loaded):
@@ -182,6 +187,44 @@ def test_a_prompt_cache_goes_on(loaded):
     assert kept.lengths == [7], "as mlx-lm's: all that was read and made"
     more = list(halfbyte.stream_generate(model, tokenizer, [8, 9], max_tokens=3, prompt_cache=kept))
     assert [one.token for one in more] == greedy(3, (5, 6, 7, *greedy(4), 8, 9))
+
+
+def test_processors_and_penalties_know_what_a_prompt_cache_holds_if_they_are_told(loaded):
+    model, tokenizer = loaded
+    whole, seen = [5, 6, 7, 8, 9, 10], []
+
+    def look(ids, row):
+        seen.append(ids.tolist())
+        return row
+
+    options = {"max_tokens": 6, "repetition_penalty": 3.0, "temperature": 0}
+    wanted = halfbyte.generate(model, tokenizer, whole, **options)
+    kept = logits(model, whole[:4])[1]
+    given = {"prompt_cache": kept, "held_ids": whole[:4], "logits_processors": [look]}
+    answers = list(halfbyte.stream_generate(model, tokenizer, whole[4:], **options, **given))
+    assert "".join(one.text for one in answers) == wanted and seen[0] == whole and len(seen[1]) == 7
+    assert answers[-1].prompt_tokens == 2
+    for wrong in ({"prompt_cache": kept}, {}):
+        with pytest.raises((TypeError, ValueError), match=r"held_ids: 1 ids|prompt_cache must be"):
+            halfbyte.generate(model, tokenizer, [1], held_ids=[5], **wrong)
+
+
+def test_room_for_a_long_reply_is_made_as_it_comes(loaded, monkeypatch):
+    model, tokenizer = loaded
+    kept = model.new_cache()
+    wanted = halfbyte.generate(model, tokenizer, [5, 6, 7], max_tokens=60)
+    monkeypatch.setattr("halfbyte.generation.MOST_AHEAD", 3)
+    monkeypatch.setitem(GROWTH, "cpu", 8)
+    capacities, text = [], ""
+    for answer in halfbyte.stream_generate(model, tokenizer, [5, 6, 7], max_tokens=60, prompt_cache=kept):
+        capacities.append(kept.capacity)
+        text += answer.text
+    assert text == wanted and capacities[0] == 8 and len({*capacities}) > 2
+    monkeypatch.setattr("halfbyte.memory.available", lambda device: 1000)
+    with pytest.raises(NotEnoughMemory, match="a text of 3 tokens and its reply needs"):
+        halfbyte.generate(model, tokenizer, [5, 6, 7], max_tokens=9, prompt_cache=model.new_cache())
+    with pytest.raises(NotEnoughMemory, match=r"2 texts \(completion_batch_size\) of 12 tokens \(max_tokens\) needs"):
+        halfbyte.batch_generate(model, tokenizer, [[5, 6, 7]] * 2, max_tokens=9)
 
 
 def test_the_hooks_of_mlx_lm(loaded):
@@ -289,6 +332,7 @@ def test_a_cancelled_request_that_waits_never_runs():
 IN_ANOTHER_PROCESS = """
 import sys, torch, halfbyte
 from halfbyte import cache_file
+from halfbyte.cache import GROWTH
 model = halfbyte.load_model(sys.argv[1])
 kept, ids = cache_file.load(sys.argv[2], model)
 rows, _ = halfbyte.logits(model, [1, 2, 3], kept)

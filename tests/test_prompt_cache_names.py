@@ -3,6 +3,7 @@
 import copy
 import inspect
 import json
+import os
 import subprocess
 import sys
 
@@ -14,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from test_models import model_of
 
 import halfbyte
+from halfbyte import cache_file
 from halfbyte.engine import logits
-from halfbyte.errors import CheckpointError
+from halfbyte.errors import CheckpointError, NotEnoughMemory
 from halfbyte.models import cache as ours
 
 NAMES = [
@@ -162,6 +164,44 @@ def test_a_damaged_file(saved, change, said):
     change(metadata, tensors)
     save_file(tensors, saved, metadata)
     refused(saved, said)
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path):
+    model = model_of("qwen3_moe-4bit")
+    kept = model.new_cache(chunk=20_000)
+    logits(model, [1, 2, 3], kept)
+    ours.save_prompt_cache(tmp_path / "kept", kept, {"model": "a"})
+    assert ours.load_prompt_cache(tmp_path / "kept", return_metadata=True)[1] == {"model": "a"}
+    for wrong in ({"loss": float("nan")}, {1: "a"}, {"n": 10**30}, {"path": tmp_path}, {"none": None}):
+        with pytest.raises(ValueError, match="metadata are texts by name"):
+            ours.save_prompt_cache(tmp_path / "wrong", kept, wrong)
+    with pytest.raises(TypeError, match="not a list"):
+        ours.save_prompt_cache(tmp_path / "wrong", [kept])
+    assert not (tmp_path / "wrong").exists()
+    with pytest.raises(TypeError, match="one cache for all layers"):
+        next(halfbyte.stream_generate(model, halfbyte.load("tiny", device="cpu")[1], [1], prompt_cache=[kept]))
+
+
+def test_a_file_that_would_take_more_memory_than_there_is(tmp_path, monkeypatch):
+    model = model_of("gemma4_e-4bit")
+    kept = model.new_cache()
+    logits(model, [1, 2, 3], kept)
+    cache_file.save(tmp_path / "kept", model, kept, [1, 2, 3])
+    monkeypatch.setattr("halfbyte.memory.available", lambda device: 1000)
+    with pytest.raises(NotEnoughMemory, match=r"the prompt cache .* needs"):
+        ours.load_prompt_cache(tmp_path / "kept")
+    with pytest.raises(CheckpointError, match="another checkpoint"):  # before memory is asked for
+        cache_file.load(tmp_path / "kept", model_of("qwen3_moe-4bit"))
+
+
+def test_what_is_no_prompt_cache_is_nobodys_to_delete(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "notes").write_text("not a cache")
+    save_file({"weight": torch.ones(2)}, tmp_path / "weights")
+    for name, said in (("pipe", "a pipe or a device"), ("notes", "not a prompt cache"), ("weights", "another program")):
+        with pytest.raises(CheckpointError, match=rf"{said}.*Name another file") as error:
+            ours.load_prompt_cache(tmp_path / name)
+        assert "elete" not in str(error.value)
 
 
 def test_what_cannot_be_is_refused_by_name():

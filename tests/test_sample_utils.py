@@ -1,6 +1,7 @@
 """mlx-lm's samplers and logits processors, ours beside its own on the same logits; scripts that use them."""
 
 import inspect
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx_lm.sample_utils as theirs
@@ -10,6 +11,7 @@ import torch
 
 import halfbyte
 from halfbyte import sample_utils as ours
+from halfbyte.generation_arguments import choosing
 
 V = 97
 
@@ -170,10 +172,22 @@ def test_what_makes_no_sense_is_refused_by_name(make, options, said):
 
 def test_a_top_k_or_bias_beyond_the_vocabulary_is_refused():
     with pytest.raises(ValueError, match="top_k must be an integer from 1 to 96"):
-        ours.make_sampler(temp=1.0, top_p=0.5, top_k=V)(scores())
+        ours.apply_top_k(scores(), V)
+    for top_p in (0.0, 1e-6):  # a sampler takes them all, whoever draws
+        assert ours.make_sampler(temp=1.0, top_p=top_p, top_k=V)(scores()).shape == scores().shape[:1]
+    with pytest.raises(ValueError, match="xtc_special_tokens: ids must be from 0 to 96"):
+        ours.apply_xtc(scores(), 1.0, 0.1, [V])
     (bias,) = ours.make_logits_processors({V: 1.0})
     with pytest.raises(ValueError, match="token id 97, but there are 97"):
         bias(torch.tensor([1]), scores())
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    given = {"temp": np.float32(0.5), "top_k": np.int64(3), "top_p": torch.tensor(0.75)}
+    assert ours.make_sampler(**given) == ours.make_sampler(temp=0.5, top_k=3, top_p=0.75)
+    (bias,) = ours.make_logits_processors({np.int64(3): np.float32(5)})
+    assert float((bias(torch.tensor([1]), scores()) - scores())[0, 3]) == pytest.approx(5)
+    assert choosing(SimpleNamespace(generation_config={}), None, {"top_k": np.int64(3)})[0].top_k == 3
 
 
 def test_a_script_of_mlx_lms(loaded):

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 import halfbyte
 from halfbyte.chat import Tokenizer
 from halfbyte.hub import locate
+from halfbyte.text.template import TemplateError
 
 TEXTS = ["Once upon a time", "<|im_start|>user\nHi<|im_end|>\n", "", " zwei  äöü 日本 👋", "<|im_end|><|endoftext|>"]
 PROMPT = [{"role": "user", "content": "Hi"}]
@@ -146,9 +147,61 @@ def test_a_chat_template_gives_a_list_or_a_text(loaded):
     assert tokenizer.apply_chat_template(PROMPT, return_dict=False, return_tensors=None) == plain
     text = tokenizer.apply_chat_template(PROMPT, tokenize=False)
     assert tokenizer.encode(text, add_special_tokens=False) == plain
-    for given in ({"return_dict": True}, {"return_tensors": "np"}):
+    for given in ({"return_dict": True}, {"return_tensors": "np"}, {"return_assistant_tokens_mask": True}):
         with pytest.raises(ValueError, match="apply_chat_template: return_"):
             tokenizer.apply_chat_template(PROMPT, **given)
+    with pytest.raises(ValueError, match="chat_template is not taken here, but by load"):
+        tokenizer.apply_chat_template(PROMPT, chat_template="{{ messages }}")
+    with pytest.raises(ValueError, match="the second argument is the tools"):
+        tokenizer.apply_chat_template(PROMPT, False)
+
+
+@pytest.mark.parametrize("content", ["Once upon", " Once upon ", "<|im_end|> Once <|im_start|>", "\n\nOnce <|", "日本"])
+def test_a_message_that_the_model_is_to_go_on_with(loaded, content):
+    folder = locate("tiny")
+    their = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    messages, controls = [*PROMPT, {"role": "assistant", "content": content}], loaded[1].controls.all_ids
+    given = {"continue_final_message": True, "add_generation_prompt": False}
+    trimming = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}!\n{% endfor %}"
+    for source in (loaded[1].chat_template, trimming):
+        _, tokenizer = halfbyte.load("tiny", device="cpu", tokenizer_config={"chat_template": source})
+        text = their.apply_chat_template(messages, chat_template=source, tokenize=False, **given)
+        assert tokenizer.apply_chat_template(messages, tokenize=False, **given) == text
+        assert tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True) == text
+        ids = tokenizer.apply_chat_template(messages, **given)
+        assert tokenizer.decode(ids) == text
+        opening = tokenizer.apply_chat_template([*PROMPT, {**messages[1], "content": "x"}], continue_final_message=True)
+        assert sum(map(controls.__contains__, ids)) == sum(map(controls.__contains__, opening)), "content is text"
+    with pytest.raises(ValueError, match="exclude each other"):
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, continue_final_message=True)
+    for last in ({"role": "assistant", "content": ""}, {"role": "assistant", "tool_calls": []}):
+        with pytest.raises(TemplateError, match="no text to go on with"):
+            tokenizer.apply_chat_template([*PROMPT, last], continue_final_message=True)
+
+
+def test_a_template_without_the_last_message(loaded):
+    _, tokenizer = halfbyte.load("tiny", device="cpu", tokenizer_config={"chat_template": "{{ messages[0].content }}"})
+    with pytest.raises(TemplateError, match="leaves the last message out"):
+        tokenizer.apply_chat_template([*PROMPT, *PROMPT], continue_final_message=True)
+
+
+def test_control_tokens_taken_as_text_are_told_of_once(caplog):
+    tokenizer = halfbyte.load("tiny", device="cpu")[1]
+    ids = [tokenizer.encode("<|im_end|>", special=False), tokenizer.encode("plain")]
+    assert len(ids[0]) > 1 and not caplog.messages
+    for _ in range(2):
+        assert tokenizer.encode("<|im_end|>") == ids[0]
+    assert len(caplog.messages) == 1 and "add_special_tokens=False) means them" in caplog.messages[0]
+
+
+def test_ids_that_cannot_be(loaded):
+    tokenizer = loaded[1]
+    assert tokenizer.convert_ids_to_tokens([2**40, -1]) == [None, None]
+    for wrong in (-1, 2**40):
+        with pytest.raises(ValueError, match=f"decode: {wrong} is no token id"):
+            tokenizer.decode([5, wrong])
+    with pytest.raises(ValueError, match="is no token of this model"):
+        tokenizer.add_eos_token("99999999999999")
 
 
 SCRIPT = """

@@ -68,8 +68,8 @@ def answer(args: argparse.Namespace, wishes: shared.Wishes, prompt: str, schema:
     writer, progress, text, first = Writer(sys.stdout), prompt_progress(), "", 0.0
     for piece in stream_generate(
         model, tokenizer, ids[held:], args.max_tokens, stop=args.stop, prefill_step_size=args.prefill_step_size,
-        prompt_cache=cache, prompt_progress_callback=progress, prompt_state_callback=keep, logits_processors=follow,
-        **wishes.sampling,
+        prompt_cache=cache, held_ids=ids[:held], prompt_progress_callback=progress, prompt_state_callback=keep,
+        logits_processors=follow, **wishes.sampling,
     ):  # fmt: skip
         text += piece.text
         first = first or time.perf_counter()

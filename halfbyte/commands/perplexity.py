@@ -43,14 +43,14 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"argument FILE: {args.file}: it is not UTF-8: {error.reason} at byte {error.start}")
 
     model, tokenizer = loaded(args.model, args)
-    ids = tokenizer.encode(text)
+    ids = tokenizer.encode(text, special=False)
     if len(ids) < 2:
         args.parser.error(f"argument FILE: {args.file} has {len(ids)} tokens, at least 2 are needed")
     base = None
     if args.kl is not None:
         same = args.kl == args.model and args.top_k_experts is None  # only --cpu-activations can tell them apart
         base, other = (model, tokenizer) if same else loaded(args.kl, args, fewer=False)
-        if other.encode(text) != ids or base.vocabulary != model.vocabulary:
+        if other.encode(text, special=False) != ids or base.vocabulary != model.vocabulary:
             raise CheckpointError(
                 f"{args.kl}: its tokens are others than those of {args.model}: they cannot be compared."
             )

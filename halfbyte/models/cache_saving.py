@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from .. import files, limits, strict_json
-from ..cache import Cache, Kept, Snapshot
-from ..errors import CheckpointError
+from ..cache import Cache, Kept, Snapshot, bytes_of
+from ..errors import CheckpointError, shown
+from ..memory import require
+from .decoder import Decoder
 
 VERSION = "prompt 1"
 MOST_CHUNK = 1 << 13  # rings have room for one, whatever the file has of them
 AGAIN = "Delete it and make it again."
+OTHER = "Name another file."  # for this one may be somebody's
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -29,8 +32,15 @@ def write(path: Path, cache: Cache, metadata: Mapping[str, str], slot: int = 0) 
     """What a slot holds. The file appears whole or not at all."""
     from safetensors.torch import save
 
+    if not isinstance(cache, Cache):
+        raise TypeError("a prompt cache is what make_prompt_cache(model) gives: one for all layers, not a list")
+    for name, value in metadata.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            said = f"{shown(name)}: {shown(value)}"
+            raise ValueError(f"metadata are texts by name, and {said} is none: json.dumps makes one")
     about = {
-        "length": cache.lengths[slot], "chunk": cache.chunk, "device": cache.device.type, "dtype": NAMES[cache.dtype],
+        "length": cache.lengths[slot], "chunk": min(cache.chunk, MOST_CHUNK),
+        "device": cache.device.type, "dtype": NAMES[cache.dtype],
         "kept": [_described(one) for one in cache.kept],
     }  # fmt: skip
     layers = cache.snapshot(slot).layers
@@ -46,27 +56,28 @@ def write(path: Path, cache: Cache, metadata: Mapping[str, str], slot: int = 0) 
     files.write_whole(path, save(tensors, said), "the prompt cache")
 
 
-def read(path: Path) -> tuple[Cache, dict[str, str]]:
-    """A cache of one slot, and what was said with it."""
+def read(path: Path, model: Decoder | None = None) -> tuple[Cache, dict[str, str]]:
+    """A cache of one slot, and what was said with it. One that is not the model's is refused before it takes memory."""
     from safetensors import SafetensorError, safe_open
 
+    if path.exists() and not path.is_file():
+        refuse(path, "it is a folder" if path.is_dir() else "it is a pipe or a device", OTHER)
     try:
         with safe_open(path, "pt") as file:
             said = file.metadata() or {}
             if said.get("version") != VERSION:
                 why = f"it has version {said.get('version')!r}, this program reads {VERSION!r}"
-                refuse(path, why if "version" in said else "another program made it")
+                refuse(path, why if "version" in said else "another program made it", OTHER)
             about, metadata = (_parsed(path, said.get(name, "")) for name in ("cache", "metadata"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        cache = _made(path, about, tensors)
-        cache.made_by = str(said.get("model"))
+        cache = _made(path, str(said.get("model")), about, tensors, model)
         return cache, {str(name): str(value) for name, value in metadata.items()}
     except FileNotFoundError:
         raise CheckpointError(f"{path}: there is no such prompt cache.") from None
     except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path}: not a prompt cache: {error}. {AGAIN}") from None
+        raise CheckpointError(f"{path}: not a prompt cache: {error}. {OTHER}") from None
 
 
 def _described(one: Kept) -> dict[str, Any]:
@@ -79,8 +90,8 @@ def _kept(said: Any) -> Kept:
     return Kept({name: tuple(row) for name, row in said["rows"].items()}, fixed, said["window"])
 
 
-def _made(path: Path, about: Any, tensors: dict[str, Tensor]) -> Cache:
-    """Nothing is allocated that the file does not have the tensors for."""
+def _made(path: Path, made_by: str, about: Any, tensors: dict[str, Tensor], model: Decoder | None) -> Cache:
+    """Nothing is allocated that the file does not have the tensors for, but room in rings for new tokens."""
     length, chunk, device = about["length"], about["chunk"], about["device"]
     for name, value, most in (("length", length, limits.CONTEXT), ("chunk", chunk, MOST_CHUNK)):
         if type(value) is not int or not (name == "chunk") <= value <= most:
@@ -89,6 +100,8 @@ def _made(path: Path, about: Any, tensors: dict[str, Tensor]) -> Cache:
     if not here.get(device):
         refuse(path, f"it was made on {device}, which is not here")
     dtype, kept = DTYPES[about["dtype"]], [_kept(one) for one in about["kept"]]
+    if model is not None and not model.made(made_by, dtype, device, kept):
+        refuse(path, "it was made with another checkpoint, on another device, with another dtype or --cpu-activations")
     layers = []
     for index, one in enumerate(kept):
         if one.window is not None and not (type(one.window) is int and 0 < one.window <= limits.CONTEXT):
@@ -106,7 +119,9 @@ def _made(path: Path, about: Any, tensors: dict[str, Tensor]) -> Cache:
     if tensors:
         refuse(path, f"there is no layer for {next(iter(tensors))!r}")
     capacity = length if device == "cpu" else -(-length // 16) * 16  # as Decoder.new_cache
+    require(bytes_of(kept, 1, capacity, chunk, dtype), torch.device(device), f"the prompt cache {path}")
     cache = Cache(kept, 1, capacity, chunk=chunk, device=device, dtype=dtype)
+    cache.made_by = made_by
     cache.restore(0, Snapshot(length, tuple({name: t.to(device) for name, t in one.items()} for one in layers)))
     return cache
 
@@ -116,5 +131,5 @@ def _parsed(path: Path, text: str) -> Any:
     return strict_json.parse(text.encode("utf-8", "replace"), where, remedy=f" {AGAIN}", finite=True)
 
 
-def refuse(path: Path, why: str) -> NoReturn:
-    raise CheckpointError(f"{path}: the prompt cache cannot be used: {why}. {AGAIN}")
+def refuse(path: Path, why: str, remedy: str = AGAIN) -> NoReturn:
+    raise CheckpointError(f"{path}: the prompt cache cannot be used: {why}. {remedy}")

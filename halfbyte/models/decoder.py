@@ -100,8 +100,11 @@ class Decoder:
 
     def owns(self, cache: Cache) -> bool:
         """Whether it can go on with the states of a cache: those of another model it would read without a word."""
-        own = self.made_by, self.dtype, self.device.type, self.kept
-        return (cache.made_by, cache.dtype, cache.device.type, list(cache.kept)) == own
+        return self.made(cache.made_by, cache.dtype, cache.device.type, list(cache.kept))
+
+    def made(self, made_by: str, dtype: torch.dtype, device: str, kept: list[Kept]) -> bool:
+        """Whether states that are said to be so are this model's."""
+        return (made_by, dtype, device, kept) == (self.made_by, self.dtype, self.device.type, self.kept)
 
     def new_cache(
         self, slots: int = 1, capacity: int = 0, chunk: int | None = None, padding: int | None = None

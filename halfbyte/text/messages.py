@@ -10,6 +10,7 @@ from ..errors import shown
 from .template import TemplateError
 
 Messages = Sequence[Mapping[str, Any]]
+END = "\ufdd3 "  # a noncharacter, which no text may contain, and a space, which shows whether a template trims
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; templates read the first
 
 
@@ -31,6 +32,22 @@ def normal(messages: Messages) -> list[dict[str, Any]]:
             one["tool_calls"] = [_call(call) for call in one["tool_calls"]]
         normal.append(one)
     return normal
+
+
+def marked_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with a mark at the end of the last one's content, where its text is to be cut."""
+    content = messages[-1].get("content")
+    if not isinstance(content, str) or not content.strip():
+        raise TemplateError("continue_final_message: the last message has no text to go on with.")
+    return [*messages[:-1], {**messages[-1], "content": content + END}]
+
+
+def cut_at_end(text: str) -> str:
+    """What a template made of such messages, up to the mark; without the space before it where the template trims."""
+    before, mark, after = text.rpartition(END[0])
+    if not mark:
+        raise TemplateError("continue_final_message: the chat template leaves the last message out.")
+    return before if after.startswith(END[1:]) else before.rstrip()
 
 
 def _joined(parts: Iterable[Any], index: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
 import tokenizers
@@ -11,6 +11,8 @@ from ..errors import shown
 from .decoder import Decoder
 from .detokenizer import StreamingDetokenizer
 from .reply import Syntax
+
+MOST_ID = (1 << 32) - 1  # the tokenizers package counts in 32 bits
 
 
 class TokenizerNames:
@@ -79,7 +81,7 @@ class TokenizerNames:
     def add_eos_token(self, token: str) -> None:
         """Let one more token, or id in digits, end replies."""
         id = int(token) if str(token).isdecimal() else self._id(token)
-        if id is None or self.tokens.id_to_token(id) is None:
+        if id is None or self.convert_ids_to_tokens(id) is None:
             raise ValueError(f"add_eos_token: {shown(token)} is no token of this model")
         self.eos_ids |= {id}
 
@@ -115,7 +117,7 @@ class TokenizerNames:
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str | None] | None:
         """The tokens as the vocabulary has them, of one id or of several; None where there is no such id."""
         if isinstance(ids, int):
-            return self.tokens.id_to_token(ids) if ids >= 0 else None
+            return self.tokens.id_to_token(ids) if 0 <= ids <= MOST_ID else None
         return [self.convert_ids_to_tokens(int(id)) for id in ids]
 
     @overload
@@ -139,9 +141,13 @@ class TokenizerNames:
         return found
 
 
-def refuse_other_forms(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What apply_chat_template hands on to a template: not how transformers would wrap the ids, here always a list."""
-    for name in ("return_dict", "return_tensors", "padding", "truncation", "max_length"):
-        if options.get(name):
+def refuse_other_forms(tools: Any, options: dict[str, Any]) -> None:
+    """Take what transformers' apply_chat_template does with ids out of the options, which are then a template's."""
+    if isinstance(tools, bool):
+        raise ValueError("apply_chat_template: the second argument is the tools: say add_generation_prompt by its name")
+    wrappings = "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"
+    for name in (*wrappings, "tokenizer_kwargs"):
+        if options.pop(name, None):
             raise ValueError(f"apply_chat_template: {name} is not taken: it gives a list of ids, or a text")
-    return {name: value for name, value in options.items() if name not in ("return_dict", "return_tensors")}
+    if options.pop("chat_template", None) is not None:
+        raise ValueError("apply_chat_template: chat_template is not taken here, but by load, in tokenizer_config")
