@@ -133,6 +133,11 @@ class ExpertCache:
             if (slot := self.places.pop((layer, expert), None)) is not None:
                 self.free.append(slot)
 
+    def clear(self) -> None:
+        """Nobody knows what any slot holds."""
+        self.places.clear()
+        self.free, self.heap = list(range(self.slots - 1, -1, -1)), []
+
     def _next(self, layer: int) -> None:
         """A layer that does not come after the last one begins a new step."""
         self.step += layer <= self.layer

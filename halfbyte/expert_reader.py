@@ -15,12 +15,12 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Event, Lock, local
+from queue import SimpleQueue
+from threading import Thread, local
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from .checkpoint.descriptors import MOST, Descriptors
 from .checkpoint.reading import PAGE, fill_pages, fill_views
 from .checkpoint.shards import State
+from .expert_batch import BILLION, Batch, now
 from .expert_ranges import Integers, Range, Where, address_of, of_pages, runs
 from .ops import dispatch
 
@@ -38,56 +39,13 @@ CUT = 2 << 20  # bytes of one read: most experts in one, where a file has them s
 SHARED = 1 << 20  # the same where there is less than that for each thread, so that they share an expert
 STALLED = 5.0  # seconds without an end, after which people are told
 NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux has it: read only what is in the system's memory
-BILLION = 10**9  # nanoseconds in a second
 
 
-class Batch:
-    """Runs that threads read together: each takes the next one. The tables are those of kernels/numba/reads.py."""
-
-    def __init__(self, runs: Sequence[list[Range]], descriptors: Mapping[Path, int], buffered: set[Path], threads: int):
-        self.runs, self.threads = runs, min(threads, len(runs))
-        self.bytes = sum(run[-1].stop - run[0].start for run in runs)
-        rows: list[tuple[int, ...]] = []
-        places: list[tuple[int, int]] = []
-        for run in runs:
-            path, first = run[0].path, len(places)
-            places += [(one.address, len(one.view)) for one in run]
-            straight = path in buffered or all(map(of_pages, run))
-            rows.append((descriptors.get(path, -1), run[0].start, run[-1].stop, first, len(places), straight))
-        self.table, self.places = np.array(rows, np.int64), np.array(places, np.int64)
-        self.taken, self.lock = np.zeros(1, np.int64), Lock()
-        self.joined, self.all_joined = 0, Event()
-        self.begun = now()
-        self.ended = np.array([[self.begun // BILLION, self.begun % BILLION]] * self.threads)
-
-    def join(self) -> int:
-        """The number of one more thread that is about to read."""
-        with self.lock:
-            self.joined += 1
-            if self.joined == self.threads:
-                self.all_joined.set()
-            return self.joined - 1
-
-    def take(self) -> int:
-        """The next run, for Python to read; -1 where none is left."""
-        with self.lock:
-            self.taken += 1
-            return int(self.taken[0]) - 1 if self.taken[0] <= len(self.runs) else -1
-
-    def give_up(self) -> None:
-        """Nobody takes another run."""
-        self.taken[0] = len(self.runs)
-        self.all_joined.set()
-
-    @property
-    def seconds(self) -> float:
-        """From the start to the end of the last read."""
-        last = max((second * BILLION + rest for second, rest in self.ended.tolist()), default=self.begun)
-        return (last - self.begun) / BILLION
-
-
-def now() -> int:
-    return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+def _serve(work: SimpleQueue[tuple[Callable[[Batch], None], Batch] | None]) -> None:
+    """A thread's life. While it waits it keeps nobody's reader alive."""
+    while (job := work.get()) is not None:
+        job[0](job[1])
+        del job
 
 
 @cache
@@ -106,18 +64,26 @@ class ExpertReader:
         self, files: Mapping[Path, State], threads: int = THREADS, most_open: int = MOST, direct: bool = False
     ) -> None:
         self.files, self.own = Descriptors(files, most_open, direct=direct), local()
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="experts")
-        self.threads = threads
+        self.work: SimpleQueue[tuple[Callable[[Batch], None], Batch] | None] = SimpleQueue()
+        self.closed = False
         self.bytes, self.calls, self.stalls = 0, 0, 0
         self.seconds = 0.0  # from the start of reads to the end of the last
         self.waited = 0.0  # of these, somebody had nothing else to do
-        self.jobs: list[Future[None]] = []
         self.batch, self.held = Batch([], {}, set(), threads), ExitStack()
         self.unchecked: set[Path] = set()  # what was read of, and must not have changed meanwhile
         compiled("read_runs")  # loaded now, not when somebody waits for a read
-        for path in list(files)[:most_open]:  # a file that is deleted while it is open can still be read
-            with self.files.open(path):
-                pass
+        try:
+            for path in list(files)[:most_open]:  # a file that is deleted while it is open can still be read
+                with self.files.open(path):
+                    pass
+        except BaseException:
+            self.files.close()
+            raise
+        self.threads = [
+            Thread(target=_serve, args=(self.work,), name=f"experts-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self.threads:
+            thread.start()
 
     def compile(self) -> None:
         """Have what reads compiled now, where nobody sees to a CPU's kernels."""
@@ -135,9 +101,7 @@ class ExpertReader:
 
         memory [P]: the addresses of the first slot's parts
         """
-        if self.jobs:  # somebody may have been interrupted: what he had begun still writes
-            wait(self.jobs)
-            self.jobs = []
+        self.batch.stop()
         begun, read = now(), compiled("read_kept")
         with self._opened(where.paths) as opened:
             if not (NOWAIT and read and opened and self.files.buffered):
@@ -153,41 +117,41 @@ class ExpertReader:
         return filled
 
     def start(self, ranges: Iterable[Range]) -> None:
-        """Begin to fill these. What was begun before is done, or given up by all its threads, when this returns.
+        """Begin to fill these. What was begun before is done, or given up by all its threads, before that.
 
         It returns once every thread reads: whoever holds Python's lock from then on keeps none of them waiting.
         """
-        wait(self.jobs)
+        self.batch.stop()
         self.held.close()
         wanted = list(ranges)
-        plenty = sum(len(one.view) for one in wanted) > CUT * self.threads // 2
+        plenty = sum(len(one.view) for one in wanted) > CUT * len(self.threads) // 2
         found = runs(wanted, CUT if plenty else SHARED)
         paths = {run[0].path for run in found}
         self.unchecked |= paths
         opened = self.held.enter_context(self._opened(paths))
-        self.batch, self.jobs = Batch(found, opened, self.files.buffered, self.threads), []
-        for _ in range(self.batch.threads):  # one by one: an interrupt must not lose sight of them
-            self.jobs.append(self.pool.submit(self._work, self.batch))
-        if self.jobs:
-            self.batch.all_joined.wait(STALLED)
-            self.waited += (now() - self.batch.begun) / BILLION
+        batch = self.batch = Batch(found, opened, self.files.buffered, len(self.threads))
+        for _ in range(batch.threads):
+            self.work.put((self._work, batch))
+        if batch.threads:
+            batch.wait(batch.all_joined, STALLED)
+            self.waited += (now() - batch.begun) / BILLION
 
     def finish(self) -> None:
         """Wait until all is filled, from files that are still what they were.
 
         After an error nobody reads any more, and what was filled is not to be used.
         """
-        start = time.monotonic()
-        while wait(self.jobs, STALLED).not_done:
+        start, batch = time.monotonic(), self.batch
+        while not batch.wait(batch.all_left, STALLED):
             self.stalls += 1
             log.warning("reading experts: no end after %.0f s; the disk is slow", time.monotonic() - start)
         self.waited += time.monotonic() - start
         self.held.close()
-        for job in self.jobs:
-            job.result()
-        self.seconds += self.batch.seconds
-        self.bytes += self.batch.bytes
-        self.calls += len(self.batch.runs)
+        if batch.error is not None:
+            raise batch.error
+        self.seconds += batch.seconds
+        self.bytes += batch.bytes
+        self.calls += len(batch.runs)
         self._check()
 
     def _check(self) -> None:
@@ -196,21 +160,35 @@ class ExpertReader:
             with self.files.open(path) as descriptor:
                 self.files.check(path, descriptor)
 
-    def close(self) -> None:
-        self.pool.shutdown(wait=True, cancel_futures=True)
+    def stop(self) -> None:
+        """Whatever was begun, nobody reads when this returns."""
+        self.batch.stop()
         self.held.close()
+
+    def close(self) -> None:
+        self.closed = True
+        self.stop()
+        for _ in self.threads:
+            self.work.put(None)
+        for thread in self.threads:
+            thread.join()
         self.files.close()
 
     @contextmanager
     def _opened(self, paths: Collection[Path]) -> Generator[dict[Path, int]]:
         """Descriptors that stay open for the whole of a batch; where they are too many, Python opens one at a time."""
+        if self.closed:
+            raise RuntimeError("this model was closed: its experts can no longer be read")
         with ExitStack() as held:
             few = len(paths) <= self.files.most
             yield {path: held.enter_context(self.files.open(path)) for path in paths} if few else {}
 
     def _work(self, batch: Batch) -> None:
-        pages, thread, read = self._pages(), batch.join(), compiled("read_runs")
+        if (thread := batch.join()) < 0:
+            return
+        fault: BaseException | None = None
         try:
+            pages, read = self._pages(), compiled("read_runs")
             while True:
                 if read is None:
                     run = batch.take()
@@ -223,9 +201,11 @@ class ExpertReader:
                     return
                 self._read(batch.runs[run], pages)
                 batch.ended[thread] = divmod(now(), BILLION)
-        except BaseException:
+        except BaseException as error:
             batch.give_up()
-            raise
+            fault = error
+        finally:
+            batch.leave(fault)
 
     def _read(self, run: list[Range], pages: memoryview) -> None:
         path, start, stop = run[0].path, run[0].start, run[-1].stop

@@ -51,7 +51,9 @@ def require_as_stored(folder: Path, mixtures: Mapping[str, Mixture]) -> None:
     """What loading would convert cannot be computed with as it lies on disk."""
     for name, (form, parts) in mixtures.items():
         for projection, spans in zip((form.gate, form.up, form.down), parts, strict=True):
-            if isinstance(projection, Packed) and projection.scales.dtype != spans["scales"].dtype:
+            if isinstance(projection, Packed) and any(
+                spans[name].dtype != projection.scales.dtype for name in ("scales", "biases") if name in spans
+            ):
                 raise CheckpointError(
                     f"{folder}: {name}: scales and biases of its experts differ in dtype, so they cannot stay on disk. "
                     "Load it without an expert cache, or convert it: `halfbyte convert`."
@@ -83,7 +85,7 @@ class Residency:
         common = read(files, [span for span in of_stacks if span.name not in own], CPU)
         finite.check(ledger.checkpoint.folder, common, set(), ledger.modes, "all")
         shelf_of = {layer: shelf for shelf in self.shelves for layer in shelf.share.layers}
-        self.ahead, self.foresees = Ahead(self.reader), POLICIES[policy].foresees
+        self.ahead, self.foresees = Ahead(self.reader, self.shelves), POLICIES[policy].foresees
         self.lenders = {
             name: StoredExperts(layer, mixture, shelf_of[layer], self.ahead, common)
             for layer, (name, mixture) in enumerate(zip(ledger.mixtures, mixtures, strict=True))
@@ -96,7 +98,8 @@ class Residency:
 
     def mend(self) -> None:
         """After a step that failed: what it had begun to read is settled."""
-        self.ahead.settle()
+        self.ahead.enter()
+        self.ahead.sound = True
 
     def foresee(self, layers: Sequence[object]) -> None:
         """Let the layers of a model say what each next one will probably choose, which its lender here is told."""

@@ -7,7 +7,7 @@ While a layer computes with the last of its experts, what the next one will prob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -62,12 +62,27 @@ class Shelf:
 
 
 class Ahead:
-    """What is read before it is asked for: of one layer at a time, by the reader that all layers share."""
+    """What is read before it is asked for: of one layer at a time, by the reader that all layers share.
 
-    def __init__(self, reader: ExpertReader) -> None:
-        self.reader = reader
+    `sound`: shelves hold what they are said to. It is not so while a layer lends: whatever ends that in the middle, an
+    interrupt between any two operations, leaves it so, and then nothing of them is believed.
+    """
+
+    def __init__(self, reader: ExpertReader, shelves: Sequence[Shelf]) -> None:
+        self.reader, self.shelves, self.sound = reader, shelves, True
         self.layer: StoredExperts | None = None
         self.experts: list[int] = []
+
+    def enter(self) -> None:
+        """Before a layer lends: what was begun is done, and shelves hold what they are said to."""
+        if self.sound:
+            self.sound = False
+            self._settle()
+            return
+        self.reader.stop()
+        self.layer = None
+        for shelf in self.shelves:
+            shelf.cache.clear()
 
     def begin(self, layer: StoredExperts, likely: list[int], busy: list[Key]) -> None:
         """Read as many of these experts as have room beside those that are busy, the likeliest first."""
@@ -77,7 +92,7 @@ class Ahead:
             with self._nobodys_faults():
                 self.reader.start(layer.ranges(loads))
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Wait for what was begun."""
         if self.layer is not None:
             with self._nobodys_faults():
@@ -90,12 +105,10 @@ class Ahead:
         it again, and meets it."""
         try:
             yield
-        except BaseException as error:
+        except (CheckpointError, StorageError):
             layer, self.layer = self.layer, None
             assert layer is not None
             layer.shelf.cache.forget(layer.layer, self.experts)
-            if not isinstance(error, CheckpointError | StorageError):
-                raise
 
 
 class StoredExperts(Lender):
@@ -121,7 +134,7 @@ class StoredExperts(Lender):
         """First what is here, computed while the rest is read. Whatever goes wrong, nothing half read stays known."""
         cache, flat = self.shelf.cache, ids.reshape(-1).numpy()
         chosen = sorted(set(flat.tolist()))
-        self.ahead.settle()
+        self.ahead.enter()
         try:
             rounds = cache.rounds(self.layer, chosen)
             now = next(rounds)
@@ -140,9 +153,11 @@ class StoredExperts(Lender):
                 self.likely = []
             if now.keys:
                 yield self._loan(ids, flat, now.keys, len(chosen))
-        except BaseException:
+        except (CheckpointError, StorageError):  # of reads, which have ended
             cache.forget(self.layer, chosen)
+            self.ahead.sound = True
             raise
+        self.ahead.sound = True
 
     def _taken(self, loads: list[Load]) -> list[Range]:
         """Fill slots with what the system has in its memory of their experts; what is left of these."""

@@ -46,28 +46,30 @@ class TieredExperts(Lender):
         self.cache = ExpertCache(self.count, POLICIES[policy])
         self.following: TieredExperts | None = None  # the next layer's
         self.needed = self.copied = 0  # experts
+        self.sound = True  # slots hold what they are said to
 
     def lend(self, ids: Tensor) -> Generator[Loan]:
-        """All that was chosen, in one loan. Whatever goes wrong, nothing half copied stays known."""
+        """All that was chosen, in one loan. Whatever goes wrong, nothing half copied stays known: what ends it in the
+        middle, an interrupt between any two operations, leaves the slots unsound, and nothing of them is believed."""
+        if not self.sound:
+            self.cache.clear()
+        self.sound = False
         flat = ids.cpu().reshape(-1).numpy()  # from here on the device reads nothing that was lent before
         chosen: list[int] = np.unique(flat).tolist()
         self.needed += len(chosen)
         if self.following is not None:
             there = self.following.cache.places
             self.below.likely = [one for one in self.below.likely if (self.following.layer, one) not in there]
-        try:
-            if len(chosen) > self.count:
-                yield self._gathered(ids, chosen)
-                return
+        if len(chosen) > self.count:
+            yield self._gathered(ids, chosen)
+        else:
             rounds = self.cache.rounds(self.layer, chosen)
             self._fetch([(expert, slot) for one in rounds for (_, expert), slot in one.loads], self.slots)
             table = np.zeros(self.shape[0], np.int64)
             for expert in chosen:
                 table[expert] = self.cache.places[self.layer, expert]
             yield Loan(self.slots, torch.from_numpy(table[flat]).view(ids.shape).to(ids))
-        except BaseException:
-            self.cache.forget(self.layer, chosen)
-            raise
+        self.sound = True
 
     def _gathered(self, ids: Tensor, chosen: Sequence[int]) -> Loan:
         """In the buffer an expert lies at its own number. Slots stay as they are: a prompt would sweep them clean."""

@@ -206,14 +206,17 @@ def test_a_folder_in_the_place_of_a_file_is_named(copied, capsys):
     assert f"{copied / 'experts-03.bin'}: Is a directory" in capsys.readouterr().err
 
 
-def test_what_could_not_be_used_is_not_written(copied, capsys):
+@pytest.mark.parametrize("part", ["biases", "scales"])
+def test_what_could_not_be_used_is_not_written(copied, capsys, part):
     weights = load_file(shard(copied))
-    name = next(name for name in weights if name.endswith("layers.3.mlp.switch_mlp.up_proj.biases"))
+    name = next(name for name in weights if name.endswith(f"layers.3.mlp.switch_mlp.up_proj.{part}"))
     weights[name] = weights[name].float()
     save_file(weights, shard(copied), {"format": "mlx"})
     before = contents(copied)
-    assert cli.main(["convert", str(copied), "--repack"]) == 3
-    assert "scales and biases of its experts differ in dtype" in capsys.readouterr().err
+    disk = ["generate", str(copied), "-p", "A fox", "-m", "1", "--device", "cpu", "--expert-cache", "2MB"]
+    for command in (["convert", str(copied), "--repack"], disk):
+        assert cli.main(command) == 3
+        assert "scales and biases of its experts differ in dtype" in capsys.readouterr().err
     assert contents(copied) == before
 
 

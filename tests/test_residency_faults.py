@@ -186,7 +186,7 @@ def test_compiled_code_reads_what_is_there(resident, copied, monkeypatch, flags)
         lender.following = None  # what is read ahead is read on threads
     if flags:
         shard(copied).read_bytes()  # the system may have forgotten it
-        monkeypatch.setattr(model.residency.reader.pool, "submit", lambda *args: pytest.fail("threads read"))
+        monkeypatch.setattr(model.residency.reader, "_work", lambda batch: batch.leave(AssertionError("threads read")))
     monkeypatch.setattr(os, "preadv", lambda *args: pytest.fail("Python reads"))
     assert tokens(model, 3) == tokens(resident, 3)
 
@@ -218,6 +218,18 @@ def test_what_the_system_has_not_in_memory_is_read_on_threads(tmp_path):
         reader.start(wanted)
         reader.finish()
     reader.close()
+
+
+def test_files_that_were_opened_before_one_that_has_changed_are_closed(tmp_path):
+    states = {}
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_bytes(b"x" * 100)
+        states[tmp_path / name] = State.of(os.stat(tmp_path / name))
+    (tmp_path / "c").write_bytes(b"y" * 50)
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(CheckpointError, match="changed after it had been checked"):
+        ExpertReader(states)
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_row_57_interrupts_and_short_reads(resident, preadv):

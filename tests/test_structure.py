@@ -45,7 +45,8 @@ BELOW = {
     "expert_cache": set(),
     "foresight": {"ops"},
     "expert_ranges": {"checkpoint"},
-    "expert_reader": {"checkpoint", "expert_ranges", "ops"},
+    "expert_batch": {"expert_ranges"},
+    "expert_reader": {"checkpoint", "expert_batch", "expert_ranges", "ops"},
     "expert_shares": {"checkpoint", "errors"},
     "stored_experts": {
         "checkpoint", "errors", "expert_cache", "expert_ranges", "expert_reader", "expert_shares", "memory", "ops",

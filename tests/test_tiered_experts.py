@@ -148,7 +148,7 @@ def test_host_memory_is_pinned_and_given_back(monkeypatch):
     reader = model.residency.below.reader
     del model
     gc.collect()
-    assert not held and reader.pool._shutdown
+    assert not held and not any(thread.is_alive() for thread in reader.threads)
 
 
 def test_an_engine_does_not_record_it_and_kernels_are_compiled_without_reading(resident):
@@ -255,7 +255,8 @@ def test_a_copy_that_fails_is_forgotten_at_both_levels(resident, monkeypatch):
     next(loans)
     assert {(0, 1), (0, 2), (0, 3), (0, 4)} <= lender.cache.places.keys()
     loans.close()
-    assert not {(0, 1), (0, 2), (0, 3), (0, 4)} & lender.cache.places.keys()
+    next(lender.lend(torch.tensor([[5]])))
+    assert lender.cache.places.keys() == {(0, 5)}
     assert tokens(model) == expected
 
 

@@ -54,10 +54,11 @@ class Worker:
             return answer
 
     def start(self) -> None:
-        """-P keeps the current folder, which may be the model's, out of what Python imports from."""
+        """-P keeps the current folder, which may be the model's, out of what Python imports from. -B: it writes nothing,
+        not even what it compiled of its own sources, in the package's folder."""
         self.owner = os.getpid()
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(self.script), str(self.memory)],
+            [sys.executable, "-P", "-B", str(self.script), str(self.memory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
