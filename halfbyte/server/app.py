@@ -183,7 +183,8 @@ class Api:
 
     def _numbers(self) -> dict[str, tuple[str, metrics.Value]]:
         scheduler, counts = self.service.scheduler, self.service.scheduler.counts
-        aborts: dict[Labels, float] = {(("reason", reason),): count for reason, count in scheduler.aborts.items()}
+        ended = list(scheduler.aborts.items())  # at once: the engine's thread adds to it
+        aborts: dict[Labels, float] = {(("reason", reason),): count for reason, count in ended}
         return {
             "requests_total": ("Requests by route and status.", self.requests),
             "requests_running": ("Replies that are being computed.", scheduler.running),
