@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
+import time
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -17,7 +20,10 @@ from .text.confined import Worker
 from .text.grammar_worker import made, said
 
 Kind = Literal["json_schema", "grammar", "regex"]  # a grammar is Lark's, or llama.cpp's GBNF
+Form = tuple[Kind | Literal["tool"], str]
 REMEMBERED = 4096  # forms that were found fine
+REFUSALS = 1024  # of forms, each a line of what is wrong
+AGAIN_SECONDS = 60.0  # until what took too long or too much memory is tried again: the machine may have been busy
 
 
 class GrammarError(HalfbyteError, ValueError):
@@ -88,37 +94,62 @@ class Follower:
         return ended
 
 
-def check(*forms: tuple[Kind | Literal["tool"], str]) -> None:
+def check(*forms: Form) -> None:
     """Refuse what no reply could follow, whatever the tokenizer, and what takes too long or too much memory to compile.
     The schema of a tool that nobody insists on must only be one.
     """
-    keys = [hashlib.sha256(f"{kind} {source}".encode("utf-8", "surrogatepass")).digest() for kind, source in forms]
-    new = [form for key, form in zip(keys, forms, strict=True) if not _fine.has(key)]
-    if new and "error" in (answer := worker.ask(forms=new)):
+    if not (new := untried(*forms)):
+        return
+    answer, keys = worker.ask(forms=new), list(map(digest, new))
+    if "error" in answer:
+        _refused.put(together(keys), answer["error"], AGAIN_SECONDS if "spent" in answer else math.inf)
         raise GrammarError(answer["error"])
     for key in keys:
-        _fine.add(key)
+        _fine.put(key, "")
 
 
-class Fine:
-    """Which forms were found fine lately: whoever offers tools does so with every request."""
+def untried(*forms: Form) -> list[Form]:
+    """Those that must be tried first, since they were not found fine lately. What was refused lately is refused."""
+    new = {key: form for form in forms if _fine.get(key := digest(form)) is None}
+    if new and (wrong := _refused.get(together(new))) is not None:
+        raise GrammarError(wrong)
+    return list(new.values())
 
-    def __init__(self) -> None:
-        self.keys: dict[bytes, None] = {}
-        self.lock = threading.Lock()
 
-    def has(self, key: bytes) -> bool:
-        return key in self.keys
+def digest(form: Form) -> bytes:
+    return hashlib.sha256(" ".join(form).encode("utf-8", "surrogatepass")).digest()
 
-    def add(self, key: bytes) -> None:
+
+def together(keys: Iterable[bytes]) -> bytes:
+    """Of what is tried in one go: one form is wrong, nobody says which, or all of them take too long."""
+    return hashlib.sha256(b"".join(keys)).digest()
+
+
+class Verdicts:
+    """What was found of forms lately: whoever offers tools does so with every request. Bounded; what was not asked for
+    longest goes first."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.lock = most, threading.Lock()
+        self.found: dict[bytes, tuple[str, float]] = {}  # by key: what is wrong, and until when that holds
+
+    def get(self, key: bytes) -> str | None:
         with self.lock:
-            self.keys.pop(key, None)
-            self.keys[key] = None
-            if len(self.keys) > REMEMBERED:
-                del self.keys[next(iter(self.keys))]
+            verdict = self.found.pop(key, None)
+            if verdict is None or verdict[1] < time.monotonic():
+                return None
+            self.found[key] = verdict
+            return verdict[0]
+
+    def put(self, key: bytes, wrong: str, seconds: float = math.inf) -> None:
+        with self.lock:
+            self.found.pop(key, None)
+            self.found[key] = wrong, time.monotonic() + seconds
+            if len(self.found) > self.most:
+                del self.found[next(iter(self.found))]
 
 
-_fine = Fine()
+_fine, _refused = Verdicts(REMEMBERED), Verdicts(REFUSALS)  # apart: refusals push out nothing that is fine
 worker = Worker(
     "grammar_worker.py", limits.SCHEMA_SECONDS, limits.SCHEMA_MEMORY, limits.SCHEMA_OUTPUT,
     lambda: GrammarError("the process that tries them does not start. Is llguidance installed?"),
@@ -151,11 +182,8 @@ class Grammars:
         special = [id for id, token in added.items() if token.special and token.content == text]
         return f"<[{special[0]}]>" if special else json.dumps(text, ensure_ascii=False)
 
-    def prepare(self) -> None:
-        """What is done once, ahead of the first schema: with a vocabulary of 250 000 tokens it takes seconds."""
-        self._tokenizer()
-
     def _tokenizer(self) -> Any:
+        """Made once: with a vocabulary of 250 000 tokens it takes seconds."""
         import llguidance
 
         with self._lock:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
-from .engine import Request
+import torch
+
+from .engine import Made, Request
 from .grammar import Constraint
-from .sampling import Logprobs
+from .sampling import Logprobs, logprobs
 from .text.decoder import Decoder
 from .text.reply import Event, Reply
 
@@ -54,6 +56,8 @@ class Job:
     reused: int = 0  # tokens of the prompt that were not computed
     cancelled: str = ""  # why, once it is
     error: str = ""  # what is wrong with the form that it must have
+    admitted: bool = False  # it has had a slot
+    tried: bool = False  # a step that read its prompt ran out of memory: should that happen again, it ends
     fork: int = 0  # tokens of the prompt that somebody else's began with, as far as is known
     begun: float = field(default_factory=time.monotonic)
     last: float = 0.0  # when its newest token came
@@ -69,6 +73,37 @@ def resumed(request: Request) -> Request:
     """The same request, to be computed from its text again. Its draws depend on its seed and places, so they go on."""
     text, left = request.prompt + request.made, request.max_tokens - len(request.made)
     return replace(request, prompt=text, max_tokens=left, goes_on=False, slot=None, computed=0, made=[])
+
+
+def resumable(request: Request) -> bool:
+    """Whether that changes nothing: what was made becomes prompt, which presence and frequency alone do not count."""
+    return not request.made or not request.params.penalised or request.params.repetition_penalty != 1
+
+
+def decoded(job: Job, made: Made, stop_ids: frozenset[int]) -> Piece:
+    """What a token adds to the reply."""
+    request, piece = job.request, Piece()
+    if job.error:
+        return Piece(error=job.error, theirs=True)
+    if job.logprobs is not None:
+        found = logprobs(made.logits[None], torch.tensor([made.id], device=made.logits.device), job.logprobs)
+        piece.token = told(made.id, found)
+    text = "" if made.id in stop_ids else job.decoder.push(made.id)
+    ended = request.finish_reason
+    if job.decoder.stopped is not None:
+        ended = "stop"
+    piece.events = job.said(text)
+    if job.constraint is not None:  # whose form begins with the token after the one that ends the reasoning
+        job.constraint.push(made.id, thinking=job.reply is not None and job.reply.state == "reasoning")
+        ended = ended or ("stop" if job.constraint.complete else None)
+    if job.reply is not None and job.single and job.reply.calls and job.reply.state != "call":
+        ended = ended or "stop"
+    if ended is not None:
+        piece.events += job.said(job.decoder.finish())
+        piece.events += job.reply.finish() if job.reply is not None else []
+    piece.events, job.early = [*job.early, *piece.events], []
+    piece.finish_reason = ended
+    return piece
 
 
 def told(id: int, found: Logprobs) -> Token:

@@ -19,16 +19,17 @@ from .cache import Cache
 from .engine import Engine, Made, Request
 from .errors import HalfbyteError
 from .grammar import GrammarError
-from .jobs import Job, Piece, resumed, told
+from .jobs import Job, Piece, decoded, resumable, resumed
 from .machine import share_threads
 from .metrics import Histogram
 from .models.decoder import Decoder
 from .prefixes import WORTH, Prefixes
 from .recordings import Recordings
-from .sampling import logprobs
 
 log = logging.getLogger(__name__)
-FAILURES = 3  # steps in a row that raise: the device is broken, not a request
+FAILURES = 3  # steps in a row that raise, and not for lack of memory: the device is broken, not a request
+LEAST = 64  # tokens of prompts in a step, after memory ran out: fewer take hardly less
+GOOD = 256  # steps that read prompts, until more tokens are tried again
 
 
 class QueueFull(HalfbyteError):
@@ -68,6 +69,7 @@ class Scheduler:
         self.closing = self.idle = False
         self.beat, self.turn, self.failures = time.monotonic(), 0, 0
         self.piece = cache.chunk  # tokens of prompts in a step; less after memory ran out
+        self.good = 0  # steps since then that have read prompts
         self.counts: Counter[str] = Counter()
         self.aborts: Counter[str] = Counter()
         self.first_token, self.between_tokens = Histogram(), Histogram()
@@ -149,7 +151,7 @@ class Scheduler:
         free = self.engine.free[::-1]  # the engine takes them in this order
         while free:
             with self.changed:
-                if not self.waiting:
+                if not self.waiting or not self._fits(self.waiting[0]):
                     return
                 job = self.waiting.popleft()
                 self.jobs[job.request] = job
@@ -157,15 +159,23 @@ class Scheduler:
             found = self.prefixes.find(job.owner, request.prompt)
             if found.node is not None and found.length >= WORTH:
                 self.prefixes.restore(found, slot)
-                request.computed = job.reused = found.length
+                request.computed = found.length
             else:
                 self.cache.reset(slot)
             job.fork = found.fork
             request.goes_on, request.keeps = True, self.keeps
             self._pause(job)
             self.engine.submit(request)
-            self.counts["prompt_tokens"] += len(request.prompt)
-            self.counts["prefix_cache_hit_tokens"] += job.reused
+            if not job.admitted:  # else it was counted before memory ran out
+                job.admitted, job.reused = True, request.computed
+                self.counts["prompt_tokens"] += len(request.prompt)
+                self.counts["prefix_cache_hit_tokens"] += job.reused
+
+    def _fits(self, job: Job) -> bool:
+        """Whether a prompt may be read beside those that are: one that memory ran out over is read alone, so that no
+        other is taken for it."""
+        reading = [other for one, other in self.jobs.items() if one.computed < len(one.prompt)]
+        return not reading or not (job.tried or any(other.tried for other in reading))
 
     def _pause(self, job: Job) -> None:
         """Where the next piece of a prompt ends: at the next place whose state may serve again."""
@@ -199,9 +209,13 @@ class Scheduler:
         try:
             made = self.engine.step()
         except Exception as error:
-            self._recover(error)
+            self._recover(error, reading)
             return
         self.failures = 0
+        self.good += bool(reading)
+        if self.good >= GOOD and self.piece < self.cache.chunk:
+            self.piece, self.good = min(2 * self.piece, self.cache.chunk), 0
+            self.engine.room = self.piece
         for request, computed in reading:
             if computed < request.computed and (self.prefixes.cut_anywhere or request.computed < len(request.prompt)):
                 self._save(self.jobs[request], request.prompt[: request.computed])
@@ -241,57 +255,42 @@ class Scheduler:
         job.last = now
         job.made += 1
         try:
-            return self._decoded(job, made)
+            return decoded(job, made, self.stop_ids)
         except GrammarError as error:
             return Piece(error=str(error), theirs=True)
         except Exception:
             log.exception("a reply cannot be decoded")
             return Piece(error="the reply could not be decoded")
 
-    def _decoded(self, job: Job, made: Made) -> Piece:
-        request, piece = job.request, Piece()
-        if job.error:
-            return Piece(error=job.error, theirs=True)
-        if job.logprobs is not None:
-            found = logprobs(made.logits[None], torch.tensor([made.id], device=made.logits.device), job.logprobs)
-            piece.token = told(made.id, found)
-        text = "" if made.id in self.stop_ids else job.decoder.push(made.id)
-        ended = request.finish_reason
-        if job.decoder.stopped is not None:
-            ended = "stop"
-        piece.events = job.said(text)
-        if job.constraint is not None:  # whose form begins with the token after the one that ends the reasoning
-            job.constraint.push(made.id, thinking=job.reply is not None and job.reply.state == "reasoning")
-            ended = ended or ("stop" if job.constraint.complete else None)
-        if job.reply is not None and job.single and job.reply.calls and job.reply.state != "call":
-            ended = ended or "stop"
-        if ended is not None:
-            piece.events += job.said(job.decoder.finish())
-            piece.events += job.reply.finish() if job.reply is not None else []
-        piece.events, job.early = [*job.early, *piece.events], []
-        piece.finish_reason = ended
-        return piece
-
-    def _recover(self, error: Exception) -> None:
-        """A step failed: states may be half written. Its requests end, the others go on with an engine made anew."""
+    def _recover(self, error: Exception, reading: Sequence[tuple[Request, int]]) -> None:
+        """A step failed: states may be half written, and the engine is made anew. The step's requests end; after lack
+        of memory those whose prompts were read are tried once more, each alone, and the others go on.
+        """
         memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
         log.error("a step failed", exc_info=error)
-        self.failures += 1
         if memory:
             self.prefixes.clear()
-            self.piece = max(self.piece // 2, 1)
+            self.piece, self.good = max(self.piece // 2, min(LEAST, self.cache.chunk)), 0
             torch.cuda.empty_cache()  # nothing where there is no GPU
+        else:
+            self.failures += 1
         if self.model.residency is not None:
             self.model.residency.mend()
         self.engine = Engine(self.model, self.cache)
         self.engine.room = self.piece
-        first = memory and self.failures == 1
-        again = [job for job in self.jobs.values() if first and not job.request.params.penalised]
-        ended = [job for job in self.jobs.values() if job not in again]
+        read = [one for one, computed in reading if one.computed > computed] or [one for one, _ in reading]
+        again: list[Job] = []
+        ended: list[Job] = []
+        for request, job in self.jobs.items():
+            suspect = request in (read or self.jobs)
+            goes_on = memory and not (suspect and job.tried) and resumable(request)
+            job.tried = job.tried or suspect
+            (again if goes_on else ended).append(job)
         said = "the machine has no memory left for this request" if memory else "the engine failed on this request"
         self.aborts["error"] += len(ended)
         with self.changed:
             self.jobs.clear()
+            again.sort(key=lambda one: one.tried)  # who is read alone is read last
             for job in reversed(again):
                 job.request = resumed(job.request)
                 self.waiting.appendleft(job)

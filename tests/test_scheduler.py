@@ -447,7 +447,7 @@ def test_row_50_a_reply_that_cannot_be_decoded_ends_alone(start):
 
 @pytest.mark.quiet
 def test_row_54_out_of_memory_is_tried_again_smaller(start, monkeypatch):
-    scheduler, desk = start(prefix_bytes=1 << 26)
+    scheduler, desk = start(chunk=128, prefix_bytes=1 << 26)
     jobs = [job([5, 6, 7], 6), job(prompt_of(90), 6, temperature=1.0, seed=3)]
     wanted = [alone([5, 6, 7], 6), None]
     for one in jobs:
@@ -457,11 +457,25 @@ def test_row_54_out_of_memory_is_tried_again_smaller(start, monkeypatch):
     failing(monkeypatch, torch.OutOfMemoryError("no memory"))
     desk.wait(*jobs)
     monkeypatch.undo()
-    assert desk.ids(jobs[0]) == wanted[0] and scheduler.piece == 16
+    assert desk.ids(jobs[0]) == wanted[0] and scheduler.piece == 64
     again = job(prompt_of(90), 6, temperature=1.0, seed=3)
     scheduler.submit(again)
     desk.wait(again)
     assert desk.ids(jobs[1]) == desk.ids(again)
+
+
+@pytest.mark.parametrize(("penalty", "ends"), [("repetition_penalty", False), ("presence_penalty", True)])
+def test_row_54_what_penalties_count_is_counted_again(start, monkeypatch, penalty, ends):
+    """Or the request ends: what was made is prompt to the second try, and presence is of what was made alone."""
+    scheduler, desk = start()
+    first, second = (job(prompt_of(9), 12, **{penalty: 1.7}) for _ in range(2))
+    scheduler.submit(first)
+    desk.wait(first)
+    failing(monkeypatch, torch.OutOfMemoryError("no memory"), when=lambda ids: ids == [desk.ids(first)[7]])
+    scheduler.submit(second)
+    desk.wait(second)
+    assert desk.ids(second) == desk.ids(first)[: 8 if ends else 12]
+    assert (desk.pieces[second][-1].error is not None) == ends
 
 
 def test_row_54_out_of_memory_twice_is_said(start, monkeypatch):
@@ -471,6 +485,80 @@ def test_row_54_out_of_memory_twice_is_said(start, monkeypatch):
     scheduler.submit(one)
     desk.wait(one)
     assert "no memory" in desk.pieces[one][-1].error and scheduler.trouble is None
+
+
+def not_fitting(monkeypatch, id):
+    """There is no memory for a step that reads this id in a prompt. The prompts of such steps, as they come."""
+    from halfbyte.engine import Engine
+
+    real, steps = Engine._computed, []
+
+    def computed(self):
+        before = [(one, one.computed) for one in self.running]
+        made = real(self)
+        read = [one for one, computed in before if one.computed > computed]
+        if any(id in one.prompt[computed : one.computed] for one, computed in before):
+            steps.append([one.prompt for one in read])
+            raise torch.OutOfMemoryError("no memory")
+        return made
+
+    monkeypatch.setattr(Engine, "_computed", computed)
+    return steps
+
+
+def test_row_54_a_prompt_whose_later_pieces_do_not_fit_is_tried_once_more(start, monkeypatch):
+    """However many pieces fit before; and counted once."""
+    failed = not_fitting(monkeypatch, 77)
+    scheduler, desk = start(prefix_bytes=1 << 26)
+    one = job([*[5] * 100, 77, *[5] * 60], 4)
+    scheduler.submit(one)
+    desk.wait(one, seconds=20)
+    assert "no memory" in desk.pieces[one][-1].error and len(failed) == 2 and scheduler.trouble is None
+    assert scheduler.counts["prompt_tokens"] == 161 and scheduler.aborts == {"error": 1}
+    assert gauges(scheduler) == (0, 0, [0, 1, 2, 3])
+
+
+@pytest.mark.quiet
+def test_row_54_others_go_on_where_some_prompts_do_not_fit(start, monkeypatch):
+    """Those answered meanwhile, those read in the same step, and those in line: each as alone, and nobody twice."""
+    prompts = [[5, 6, 7], *(prompt_of(9, seed) for seed in range(3)), prompt_of(70, 4)]
+    wanted = [alone(prompt, 40 if prompt[:2] == [5, 6] else 6) for prompt in prompts]
+    assert not any(77 in prompt for prompt in prompts)
+    failed = not_fitting(monkeypatch, 77)
+    scheduler, desk = start(slots=6, chunk=32)
+    answering, *others = [job(prompt, len(ids)) for prompt, ids in zip(prompts, wanted, strict=True)]
+    scheduler.submit(answering)
+    while len(desk.pieces.get(answering, [])) < 2:
+        time.sleep(0.001)
+    large = [job([*[5] * before, 77], 4) for before in (3, 40, 5, 6)]
+    with scheduler.changed:  # the engine waits until all are there
+        for one in [others[0], large[0], others[1], large[1], others[2], large[2], others[3], large[3]]:
+            scheduler.submit(one)
+    desk.wait(answering, *others, *large, seconds=60)
+    assert all("no memory" in desk.pieces[one][-1].error for one in large)
+    assert [desk.ids(one) for one in (answering, *others)] == wanted
+    assert len(failed) <= 8 and scheduler.trouble is None and scheduler.aborts == {"error": 4}
+    asked = [answering, *others, *large]
+    assert scheduler.counts["prompt_tokens"] == sum(len(one.prompt) for one in asked)
+
+
+def test_row_54_pieces_of_prompts_grow_again(start, monkeypatch):
+    """They are never small for ever, nor ever too small to be worth a step."""
+    monkeypatch.setattr("halfbyte.scheduler.GOOD", 3)
+    scheduler, desk = start(chunk=128)
+    with monkeypatch.context() as patched:
+        not_fitting(patched, 77)
+        for _ in range(2):
+            scheduler.submit(one := job([77, 5], 2))
+            desk.wait(one)
+        assert scheduler.piece == scheduler.engine.room == 64
+    sizes = []
+    for length in (65, 65):
+        scheduler.submit(one := job(prompt_of(length, length), 2))
+        desk.wait(one)
+        sizes.append(scheduler.piece)
+        assert desk.ids(one) == alone(one.prompt, 2)
+    assert sizes == [64, 128] and scheduler.engine.room == 128
 
 
 def test_row_51_a_device_that_is_lost_ends_the_thread(start, monkeypatch):

@@ -33,7 +33,7 @@ from .responses import ResponsesAnswer
 from .schema import Given, Wish
 from .service import Service
 from .settings import Settings
-from .streams import EventStream, whole
+from .streams import EventStream, unless_gone, whole
 from .tables import Model
 
 log = logging.getLogger("halfbyte.server")
@@ -126,7 +126,7 @@ class Api:
     async def _answer(self, request: Request, wished: Wished, kind: type[Answer]) -> Any:
         service = self.service
         wish = wished(await self._body(request), service.described, self.settings)
-        jobs = await service.jobs(wish, request.scope["owner"])
+        jobs = await unless_gone(request.receive, service.jobs(wish, request.scope["owner"]))
         ticket = service.desk.submit(jobs)
         answer = kind(self.name, service.tokenizer, wish, jobs)
         if wish.stream:
@@ -183,7 +183,8 @@ class Api:
 
     def _numbers(self) -> dict[str, tuple[str, metrics.Value]]:
         scheduler, counts = self.service.scheduler, self.service.scheduler.counts
-        aborts: dict[Labels, float] = {(("reason", reason),): count for reason, count in scheduler.aborts.items()}
+        ended = list(scheduler.aborts.items())  # at once: the engine's thread adds to it
+        aborts: dict[Labels, float] = {(("reason", reason),): count for reason, count in ended}
         return {
             "requests_total": ("Requests by route and status.", self.requests),
             "requests_running": ("Replies that are being computed.", scheduler.running),

@@ -48,6 +48,10 @@ class Refused(HalfbyteError):
         return JSONResponse(self.anthropic if path.startswith(MESSAGES) else self.body, self.status, headers)
 
 
+def queue_full() -> Refused:
+    return Refused(429, "Too many requests are waiting. Try again soon.", code="queue_full")
+
+
 def wrong(param: str, expected: str, code: str = "invalid_value") -> Refused:
     """A field that is not what it must be. What it is instead is not repeated: it may be long, or secret."""
     return Refused(400, f"{param}: {expected} was expected.", param, code)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from ..chat import Tokenizer
 from ..engine import Processor, Request
 from ..errors import NotEnoughMemory, size
 from ..fitting import STEP
-from ..grammar import Constraint, GrammarError, Grammars
+from ..grammar import Constraint, Form, GrammarError, Grammars
 from ..jobs import Job
 from ..memory import available
 from ..models.decoder import Decoder
@@ -28,6 +29,7 @@ from ..text.decoder import Stops
 from ..text.reply import Event, Reply
 from ..text.template import TemplateError
 from . import tools
+from .line import Line
 from .refusals import Refused
 from .schema import Wish, full
 from .settings import Settings
@@ -46,7 +48,8 @@ class Service:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         template.worker.limit(settings.template_seconds, settings.template_mb << 20, settings.template_output_mb << 20)
         grammar.worker.limit(settings.schema_seconds, limits.SCHEMA_MEMORY, limits.SCHEMA_OUTPUT)
-        self.compiling = ThreadPoolExecutor(1, "schemas")  # who sends many of them waits for nobody else's texts
+        # Who sends many schemas waits for nobody else's texts, nor does a form that is known to be fine wait for them.
+        self.trials, self.compiling = Line("trials", settings.max_queue), Line("schemas", settings.max_queue)
         free = max(available(model.device) - (STEP if model.device.type == "cpu" else 0), 0)
         budget = settings.prompt_cache_bytes if settings.prompt_cache_bytes >= 0 else int(free * CACHE_SHARE)
         if budget > free:
@@ -66,7 +69,8 @@ class Service:
 
     def close(self) -> None:
         self.scheduler.close()
-        self.compiling.shutdown(wait=False, cancel_futures=True)
+        self.trials.close()
+        self.compiling.close()
 
     async def jobs(self, wish: Wish, owner: bytes) -> list[Job]:
         """The jobs of a wish, or a refusal: texts rendered and tokenised, schemas compiled."""
@@ -83,26 +87,31 @@ class Service:
         return made
 
     async def _compiled(self, wish: Wish) -> Constraint | None:
-        if not wish.tools and wish.form is None:
-            return None
-
-        def compile() -> Constraint | None:
-            where = "tools"
-            try:
-                grammar.check(*(("tool", json.dumps(one["function"].get("parameters") or {})) for one in wish.tools))
-                if wish.form is None and wish.forced is not None and self.tokenizer.syntax.call[0]:
-                    syntax, term = self.tokenizer.syntax, self.grammars.term
-                    rest = tools.rest(syntax, wish.tools, wish.forced, wish.single, term)
-                    return self.grammars.constraint("grammar", rest)
+        """What replies are held to, if to anything."""
+        where = "tools"
+        try:
+            if wish.tools:
+                await self._try(lambda: [schema_of(one) for one in wish.tools])
+            form = wish.form
+            if form is not None:
                 where = "response_format"
-                return self.grammars.constraint(*wish.form) if wish.form is not None else None
-            except GrammarError as error:
-                said = f"A schema or grammar cannot be followed: {error}"
-                raise Refused(400, said, where, "invalid_schema") from None
+            elif wish.forced is not None and self.tokenizer.syntax.call[0]:
+                form = "grammar", await self.compiling.run(partial(self._called, wish, wish.forced))
+            if form is None:
+                return None
+            await self._try(lambda: [form])
+            return await self.compiling.run(partial(self.grammars.constraint, *form))
+        except GrammarError as error:
+            said = f"A schema or grammar cannot be followed: {error}"
+            raise Refused(400, said, where, "invalid_schema") from None
 
-        if wish.form is not None or wish.forced is not None:
-            await asyncio.to_thread(self.grammars.prepare)
-        return await asyncio.get_running_loop().run_in_executor(self.compiling, compile)
+    async def _try(self, forms: Callable[[], list[Form]]) -> None:
+        """Refuse what cannot be followed. Where all of them are known, nobody is waited for."""
+        if new := await asyncio.to_thread(lambda: grammar.untried(*forms())):
+            await self.trials.run(partial(grammar.check, *new))
+
+    def _called(self, wish: Wish, forced: str) -> str:
+        return tools.rest(self.tokenizer.syntax, wish.tools, forced, wish.single, self.grammars.term)
 
     def texts(self, wish: Wish) -> list[tuple[list[int], int, str]]:
         encode = self.tokenizer.prompt_ids
@@ -160,6 +169,10 @@ class Service:
             self.tokenizer.syntax, wish.tools, thinking=opening.startswith(self.tokenizer.syntax.think[1] or "\0")
         )
         return reply, reply.push(opening)
+
+
+def schema_of(tool: dict[str, Any]) -> Form:
+    return "tool", json.dumps(tool["function"].get("parameters") or {})
 
 
 def guarded(job: Job, constraint: Constraint) -> Processor:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from ..jobs import Job, Piece
 from ..scheduler import QueueFull, Scheduler, Unwell
 from .answers import Answer
-from .refusals import Refused
+from .refusals import Refused, queue_full
 
+T = TypeVar("T")
 EVENT_STREAM = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -121,7 +122,7 @@ class Desk:
                 self.scheduler.submit(job)
             except QueueFull:
                 self.drop(ticket, "queue_full")
-                raise Refused(429, "Too many requests are waiting. Try again soon.", code="queue_full") from None
+                raise queue_full() from None
             except Unwell as error:
                 self.drop(ticket, "unwell")
                 raise Refused(503, f"The server is not well: {error}.", code="engine_failed") from None
@@ -150,17 +151,23 @@ class Desk:
 
 async def whole(desk: Desk, ticket: Ticket, answer: Answer, receive: Receive) -> dict[str, Any]:
     """The answer in one, unless its client goes first."""
-    collecting = asyncio.ensure_future(collected(ticket))
-    gone = asyncio.ensure_future(disconnected(receive))
     try:
-        await asyncio.wait({collecting, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not collecting.done():
-            raise Refused(499, "The client has gone.")
-        return answer.whole(collecting.result())
+        return answer.whole(await unless_gone(receive, collected(ticket)))
     finally:
-        for task in (collecting, gone):
-            task.cancel()
         desk.drop(ticket, "disconnect")
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What comes of some work, which is cancelled should the client go first."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Refused(499, "The client has gone.")
+        return working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
 
 
 async def collected(ticket: Ticket) -> list[list[Piece]]:

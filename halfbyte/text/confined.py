@@ -43,7 +43,9 @@ class Worker:
             self.stop()
 
     def ask(self, **request: Any) -> Mapping[str, str]:
-        """The answer; {"error"} where there is none in time. What is no JSON is the caller's error."""
+        """The answer; {"error"} where there is none in time, with "spent" where it took all the time or memory that it
+        has. What is no JSON is the caller's error.
+        """
         with self.lock:
             sent = json.dumps({**request, "seconds": self.seconds, "output": self.output}).encode("ascii")
             if self.owner != os.getpid() or self.process is None or self.process.poll() is not None:
@@ -95,7 +97,8 @@ class Worker:
             answer: dict[str, str] = json.loads(process.stdout.read(min(length, ANSWER_BYTES * self.output)))
         except (OSError, ValueError):  # the pipe broke
             self.stop()
-            return {"error": f"it takes longer than {seconds:g} s" if late.is_set() else "it ended its process"}
+            said = f"it takes longer than {seconds:g} s" if late.is_set() else "it ended its process"
+            return {"error": said, "spent": "yes"}
         except BaseException:  # Ctrl-C: an answer without a reader would be taken for the next one
             self.stop()
             raise

@@ -64,7 +64,9 @@ def serve(answer: Callable[[dict[str, Any]], Answer]) -> None:
             # The caller kills in time. Should it be gone, the alarm, which nothing here handles, does.
             alarm(getattr(signal, "ITIMER_REAL", 0), request["seconds"] + 1)
             message = answer(request)
-        except (MemoryError, RecursionError, ValueError):
+        except MemoryError:
+            message = {"error": "what it was given is too large", "spent": "yes"}
+        except (RecursionError, ValueError):
             message = {"error": "what it was given is too large"}
         alarm(getattr(signal, "ITIMER_REAL", 0), 0)
         send(answers, message)
