@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,6 +118,17 @@ def test_row_27_modules_in_the_current_folder_are_not_imported(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "ok\n", done.stderr
     assert not (tmp_path / "canary").exists()
+
+
+def test_the_worker_leaves_nothing_beside_its_sources(tmp_path):
+    folder = shutil.copytree(Path(confined.__file__).parent, tmp_path / "text", ignore=shutil.ignore_patterns("__*"))
+    before, worker = sorted(folder.iterdir()), another()
+    worker.script = folder / "template_worker.py"
+    try:
+        assert worker.ask(template="{{ 1 + 1 }}", variables={})["text"] == "2"
+    finally:
+        worker.stop()
+    assert sorted(folder.iterdir()) == before
 
 
 BOMBS = {

@@ -56,8 +56,8 @@ class Worker:
             return answer
 
     def start(self) -> None:
-        """-P keeps the current folder, which may be the model's, out of what Python imports from. -B: it writes nothing,
-        not even what it compiled of its own sources, in the package's folder."""
+        """-P keeps the current folder, which may be the model's, out of what Python imports from. -B: it writes nothing
+        in the package's folder, not even what it compiled of its own sources."""
         self.owner = os.getpid()
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-B", str(self.script), str(self.memory)],
