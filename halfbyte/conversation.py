@@ -200,7 +200,7 @@ class Conversation:
                     if decoder.stopped is not None or self._stopping:
                         engine.cancel(request, "interrupted" if decoder.stopped is None else "stop")
                     if request.finish_reason is not None:
-                        stats.finish_reason = ended(request, decoder) or ""
+                        stats.finish_reason = ended(request, decoder.stopped) or ""
                         events += [*reply.push(decoder.finish()), *reply.finish()]
                     yield events
         finally:

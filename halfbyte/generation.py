@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,11 +18,10 @@ from .chat import Tokenizer
 from .compilation import compile_kernels
 from .engine import Chooser, Engine, Processor, Request
 from .engine import logits as logits_of
-from .generation_arguments import Prompt, choosing, prompt_ids, require_own, room
+from .generation_arguments import Prompt, choosing, prompt_ids, require_own, room, several
 from .memory import peak, require
 from .models.decoder import Decoder
 from .request import ended
-from .text.decoder import Decoder as Decoded
 
 MOST_AHEAD = 1 << 14  # tokens of a reply that room is made for before it begins; it grows with a longer one
 _left: WeakKeyDictionary[Decoder, Cache] = WeakKeyDictionary()  # by replies that are over
@@ -149,7 +148,7 @@ def stream_generate(
 def _responses(
     engine: Engine,
     request: Request,
-    decoder: Decoded,
+    decoder: Any,
     eos_ids: frozenset[int],
     prompt_progress_callback: Callable[[int, int], None] | None,
     prompt_state_callback: Callable[[], None] | None,
@@ -178,14 +177,14 @@ def _responses(
                 memory = peak(model.device) / 1e9
             yield GenerationResponse(
                 text, id, logits, prompted, prompted / (first - start), count,
-                (count - 1) / (now - first) if count > 1 else 0.0, memory, ended(request, decoder),
+                (count - 1) / (now - first) if count > 1 else 0.0, memory, ended(request, decoder.stopped),
             )  # fmt: skip
 
 
 class _Row:
     """One reply of a batch, as it comes."""
 
-    def __init__(self, request: Request, decoder: Decoded) -> None:
+    def __init__(self, request: Request, decoder: Any) -> None:
         self.request, self.decoder = request, decoder
         self.text, self.ids, self.scores = "", list[int](), list[float]()
 
@@ -225,16 +224,7 @@ def batch_generate(
     if prompt_caches is not None or return_prompt_caches:
         name = "return_prompt_caches" if prompt_caches is None else "prompt_caches"
         raise ValueError(f"batch_generate: {name} is not taken; stream_generate goes on with a prompt_cache")
-    if isinstance(prompts, str):
-        raise ValueError("batch_generate: prompts must be a list of texts or of token ids, got one text: [text] is one")
-    all_ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
-    limits = list(max_tokens) if isinstance(max_tokens, Iterable) else [max_tokens] * len(all_ids)
-    if len(limits) != len(all_ids):
-        raise ValueError(
-            f"batch_generate: max_tokens must be one number, or one for each of {len(all_ids)} prompts, "
-            f"got {len(limits)}"
-        )
-    rooms = [room(model, len(ids), limit) for ids, limit in zip(all_ids, limits, strict=True)]
+    all_ids, rooms = several(model, tokenizer, prompts, max_tokens)
     chosen = [choosing(tokenizer, sampler, sampling) for _ in all_ids]
     requests = [
         Request(
@@ -256,7 +246,7 @@ def batch_generate(
         [row.text + row.decoder.finish() for row in rows],
         stats,
         [row.ids for row in rows],
-        [ended(row.request, row.decoder) or "length" for row in rows],
+        [ended(row.request, row.decoder.stopped) or "length" for row in rows],
         [row.scores for row in rows] if return_logprobs else None,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
@@ -58,6 +58,21 @@ def room(model: Decoder, length: int, max_tokens: int) -> int:
         raise ValueError(f"the prompt has {length} tokens, and the model's context is {model.context}: shorten it")
     left = model.context - length
     return left if max_tokens == -1 else min(max_tokens, left)
+
+
+def several(
+    model: Decoder, tokenizer: Tokenizer, prompts: Sequence[Prompt], max_tokens: int | Sequence[int]
+) -> tuple[list[list[int]], list[int]]:
+    """The ids of each prompt, and how many tokens may follow."""
+    if isinstance(prompts, str):
+        raise ValueError("batch_generate: prompts must be a list of texts or of token ids, got one text: [text] is one")
+    ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
+    limits = list(max_tokens) if isinstance(max_tokens, Iterable) else [max_tokens] * len(ids)
+    if len(limits) != len(ids):
+        raise ValueError(
+            f"batch_generate: max_tokens must be one number, or one for each of {len(ids)} prompts, got {len(limits)}"
+        )
+    return ids, [room(model, len(one), limit) for one, limit in zip(ids, limits, strict=True)]
 
 
 def require_own(model: Decoder, cache: Cache | None, held_ids: Sequence[int]) -> int:

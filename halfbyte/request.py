@@ -9,7 +9,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .sampling import SamplingParams
-from .text.decoder import Decoder
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # (the text's ids so far [T], logits [1, V]) -> logits [1, V]
 Chooser = Callable[[Tensor], Tensor]  # log-probabilities [1, V] -> an id [1]
@@ -49,6 +48,6 @@ def replayable(request: Request) -> bool:
     return plain and not request.params.penalised
 
 
-def ended(request: Request, decoder: Decoder) -> str | None:
+def ended(request: Request, stopped: str | None) -> str | None:
     """Why a reply has ended. A stop string counts, also where its last token was the last that was allowed."""
-    return "stop" if decoder.stopped is not None else request.finish_reason
+    return "stop" if stopped is not None else request.finish_reason

@@ -77,7 +77,7 @@ class Ahead:
         """Before a layer lends: what was begun is done, and shelves hold what they are said to."""
         if self.sound:
             self.sound = False
-            self._settle()
+            self.settle()
             return
         self.reader.stop()
         self.layer = None
@@ -92,7 +92,7 @@ class Ahead:
             with self._nobodys_faults():
                 self.reader.start(layer.ranges(loads))
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for what was begun."""
         if self.layer is not None:
             with self._nobodys_faults():
@@ -105,10 +105,12 @@ class Ahead:
         it again, and meets it."""
         try:
             yield
-        except (CheckpointError, StorageError):
+        except Exception as error:
             layer, self.layer = self.layer, None
             assert layer is not None
             layer.shelf.cache.forget(layer.layer, self.experts)
+            if not isinstance(error, CheckpointError | StorageError):
+                raise
 
 
 class StoredExperts(Lender):

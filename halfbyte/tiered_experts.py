@@ -19,11 +19,13 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from . import memory
 from .checkpoint.ledger import Ledger
 from .device_experts import like
+from .errors import CheckpointError, StorageError
 from .expert_cache import POLICIES, ExpertCache
 from .foresight import blocks_of
 from .host_experts import own, pin, unpin
@@ -60,16 +62,22 @@ class TieredExperts(Lender):
         if self.following is not None:
             there = self.following.cache.places
             self.below.likely = [one for one in self.below.likely if (self.following.layer, one) not in there]
-        if len(chosen) > self.count:
-            yield self._gathered(ids, chosen)
-        else:
-            rounds = self.cache.rounds(self.layer, chosen)
-            self._fetch([(expert, slot) for one in rounds for (_, expert), slot in one.loads], self.slots)
-            table = np.zeros(self.shape[0], np.int64)
-            for expert in chosen:
-                table[expert] = self.cache.places[self.layer, expert]
-            yield Loan(self.slots, torch.from_numpy(table[flat]).view(ids.shape).to(ids))
+        try:
+            yield self._gathered(ids, chosen) if len(chosen) > self.count else self._fetched(ids, flat, chosen)
+        except (CheckpointError, StorageError):
+            self.cache.forget(self.layer, chosen)
+            self.sound = True
+            raise
         self.sound = True
+
+    def _fetched(self, ids: Tensor, flat: NDArray[np.int64], chosen: Sequence[int]) -> Loan:
+        """In slots, where what was there already stays."""
+        rounds = self.cache.rounds(self.layer, chosen)
+        self._fetch([(expert, slot) for one in rounds for (_, expert), slot in one.loads], self.slots)
+        table = np.zeros(self.shape[0], np.int64)
+        for expert in chosen:
+            table[expert] = self.cache.places[self.layer, expert]
+        return Loan(self.slots, torch.from_numpy(table[flat]).view(ids.shape).to(ids))
 
     def _gathered(self, ids: Tensor, chosen: Sequence[int]) -> Loan:
         """In the buffer an expert lies at its own number. Slots stay as they are: a prompt would sweep them clean."""
