@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -155,7 +156,9 @@ class Api:
             if text is None:
                 raise wrong("prompt", "a text")
             special = given["add_special_tokens"] or given["add_special"]
-            ids = await asyncio.to_thread(service.tokenizer.prompt_ids if special else service.tokenizer.encode, text)
+            tokenizer = service.tokenizer
+            encode = tokenizer.prompt_ids if special else partial(tokenizer.encode, special=False)
+            ids = await asyncio.to_thread(encode, text)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.described.context})
 
     async def detokenize(self, request: Request) -> Response:
