@@ -28,7 +28,6 @@ from .spans import Span
 
 Progress = Callable[[int, int], None]
 BATCH = 4 << 20  # bytes of one read
-AHEAD = 32 << 20  # how far in front of a read the disk is asked for the same amount
 PAGE = 4096  # what direct reads begin and end at; disks ask for less
 BUFFERS = 512  # memory views of one read; systems take 1024
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -161,10 +160,8 @@ def staged(device: torch.device, work: Work) -> None:
 
 def read_batch(files: Descriptors, batch: list[Target], views: list[memoryview]) -> None:
     """Fill the views with the bytes of a batch, in as many calls as that takes."""
-    path, at, end = batch[0].path, batch[0].start, batch[-1].stop
+    path, at = batch[0].path, batch[0].start
     with files.open(path) as descriptor:
-        if hasattr(os, "posix_fadvise"):  # while the CPU copies, the disk goes on
-            os.posix_fadvise(descriptor, at + AHEAD, end - at, os.POSIX_FADV_WILLNEED)
         fill_views(descriptor, path, at, views, lambda at: next(target.name for target in batch if target.stop > at))
 
 
