@@ -104,8 +104,8 @@ class Tokenizer(TokenizerNames):
         given = ids.tolist() if hasattr(ids, "tolist") else ids
         skip = not special if skip_special_tokens is None else skip_special_tokens
         all_ids = [given] if isinstance(given, int) else list(given)
-        if any(not 0 <= id <= MOST_ID for id in all_ids):
-            raise ValueError(f"decode: {shown(next(id for id in all_ids if not 0 <= id <= MOST_ID))} is no token id")
+        if wrong := [id for id in all_ids if not 0 <= id <= MOST_ID]:
+            raise ValueError(f"decode: {shown(wrong[0])} is no token id")
         text: str = self.tokens.decode(all_ids, skip_special_tokens=skip)
         return text
 

@@ -237,7 +237,7 @@ def batch_generate(
     longest = max((len(ids) + most for ids, most in zip(all_ids, rooms, strict=True)), default=0)
     slots = max(min(completion_batch_size, len(rows)), 1)
     what = f"a cache for {slots} texts (completion_batch_size) of {longest} tokens (max_tokens)"
-    require(bytes_of(model.kept, slots, longest, prefill_step_size or 512, model.dtype), model.device, what)
+    require(bytes_of(model.kept, slots, longest, prefill_step_size or model.chunk, model.dtype), model.device, what)
     compile_kernels(model)
     stats = _run(Engine(model, model.new_cache(slots, longest, prefill_step_size)), rows)
     if verbose:

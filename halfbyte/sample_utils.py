@@ -158,7 +158,8 @@ def apply_xtc(
     share = torch.softmax(wide(logits), -1)
     last = share.masked_fill(share <= xtc_threshold, math.inf).amin(-1, keepdim=True)
     removed = share > last
-    if (V := logits.shape[-1]) and any(not 0 <= id < V for id in xtc_special_tokens):
+    V = logits.shape[-1]
+    if any(not 0 <= id < V for id in xtc_special_tokens):
         raise ValueError(f"xtc_special_tokens: ids must be from 0 to {V - 1}, they are {shown([*xtc_special_tokens])}.")
     removed[..., list(xtc_special_tokens)] = False
     return logits.masked_fill(removed, MINUS_INF)

@@ -65,7 +65,7 @@ def test_experts_on_disk_in_host_memory_and_on_a_device(resident):
     require_the_same_after_interrupts(tiered(TINY, 6, 24), resident)
 
 
-def test_threads_that_come_late_are_sent_away(tmp_path):
+def test_threads_that_come_late_are_sent_away():
     """What was handed out before an interrupt, and begun by nobody, is read by nobody."""
     batch = expert_batch.Batch([], {}, set(), 4)
     batch.threads = 4

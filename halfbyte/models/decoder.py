@@ -98,6 +98,11 @@ class Decoder:
         rounded = self.device.type == "cpu" and cpu_activations() != "f32"
         return f"{self.fingerprint} {cpu_activations()}" if rounded else self.fingerprint
 
+    @property
+    def chunk(self) -> int:
+        """Tokens that a request may bring in one step, where nobody says how many."""
+        return 512 if self.device.type == "cpu" else 2048
+
     def owns(self, cache: Cache) -> bool:
         """Whether it can go on with the states of a cache: those of another model it would read without a word."""
         return self.made(cache.made_by, cache.dtype, cache.device.type, list(cache.kept))
@@ -110,7 +115,7 @@ class Decoder:
         self, slots: int = 1, capacity: int = 0, chunk: int | None = None, padding: int | None = None
     ) -> Cache:
         """Room for requests of this model. `chunk` is how many tokens a request may bring in one step."""
-        chunk = chunk or (512 if self.device.type == "cpu" else 2048)
+        chunk = chunk or self.chunk
         if self.device.type != "cpu":  # GPU kernels are compiled anew for a size that 16 does not divide
             capacity = -(-capacity // 16) * 16
         cache = Cache(self.kept, slots, capacity, chunk=chunk, device=self.device, dtype=self.dtype, padding=padding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
@@ -15,7 +16,7 @@ from .reply import Syntax
 MOST_ID = (1 << 32) - 1  # the tokenizers package counts in 32 bits
 
 
-class TokenizerNames:
+class TokenizerNames(ABC):
     """The base of Tokenizer, which says what is said here in terms of the attributes below."""
 
     tokens: tokenizers.Tokenizer
@@ -24,8 +25,8 @@ class TokenizerNames:
     syntax: Syntax
     eos_ids: frozenset[int]
 
-    def decoder(self) -> Decoder:
-        raise NotImplementedError
+    @abstractmethod
+    def decoder(self) -> Decoder: ...
 
     def __len__(self) -> int:
         return int(self.tokens.get_vocab_size(with_added_tokens=True))
