@@ -39,6 +39,11 @@ TARGETS = {
 }
 
 
+# These multiply what their threads have loaded themselves (kernels/triton/laid.py); where tiles lie otherwise, every
+# operand comes by way of shared memory: 68 to 552 loads from there, and otherwise at most 20.
+FROM_REGISTERS, FETCHED = ("matvec_kernel", "nibbles_kernel", "pairs_kernel", "rows_kernel"), 32
+
+
 class Pretended:
     """A GPU driver that launches nothing."""
 
@@ -114,6 +119,9 @@ def main():
             for kernel in made:
                 m = kernel.metadata
                 failed += m.shared > limit
+                if m.name in FROM_REGISTERS and (fetched := kernel.asm.get("ptx", "").count("ld.shared")) > FETCHED:
+                    print(f"{case}  {m.name} FAILED for {name}: {fetched} loads from shared memory", flush=True)
+                    failed += 1
                 if chosen not in ("serving", "small", "fused") or m.shared > limit:
                     print(f"{case}  {m.name}  warps {m.num_warps}  stages {m.num_stages}  shared {m.shared} of {limit}")
                 seen.add(kernel.hash)

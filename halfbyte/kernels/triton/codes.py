@@ -14,6 +14,8 @@ multiplied into the activations, once. What the 1 adds is the sum of those activ
 import triton
 import triton.language as tl
 
+from .laid import along, turned
+
 
 @triton.jit
 def quarters(t):
@@ -57,26 +59,26 @@ def row_words(K, FORMAT: tl.constexpr):
 def chunk_words(words, rows, chunks, K, FORMAT: tl.constexpr):
     """The words of chunks as a tuple of tiles [C, R], as many as a code has bits.
 
-    Read byte by byte, a row whose last chunk is half a one is not read past its end. Chunks are the first axis because
-    threads are laid along the first of two axes that look alike to the compiler.
+    Read byte by byte, a row whose last chunk is half a one is not read past its end.
     """
     BITS: tl.constexpr = FORMAT.bits
     pitch = row_words(K, FORMAT)
-    at = rows[None, :] * pitch + chunks[:, None] * BITS
+    rows, chunks = along(rows, 1, 2), along(chunks, 0, 2)
+    at = rows * pitch + chunks * BITS
     parts = ()
     if FORMAT.wide == 4 and BITS % 4 == 0:
         for i in tl.static_range(BITS // 4):
-            parts = parts + quarters(tl.load(words + (at[:, :, None] + (4 * i + tl.arange(0, 4)))))
+            parts = parts + quarters(turned(tl.load(words + (at[:, :, None] + (4 * i + tl.arange(0, 4)))), 2))
     elif FORMAT.wide >= 2:
         for i in tl.static_range(BITS // 2):
-            parts = parts + tl.split(tl.load(words + (at[:, :, None] + (2 * i + tl.arange(0, 2)))))
+            parts = parts + tl.split(turned(tl.load(words + (at[:, :, None] + (2 * i + tl.arange(0, 2)))), 2))
     elif FORMAT.wide == 1:
         for i in tl.static_range(BITS):
-            parts = parts + (tl.load(words + (at + i)),)
+            parts = parts + (turned(tl.load(words + (at + i)), 2),)
     else:
         for i in tl.static_range(BITS):
-            at = rows[None, :] * pitch + tl.minimum(chunks[:, None] * BITS + i, pitch - 1)
-            parts = parts + (gathered(words, at, tl.int32),)
+            at = rows * pitch + tl.minimum(chunks * BITS + i, pitch - 1)
+            parts = parts + (turned(gathered(words, at, tl.int32), 2),)
     return parts
 
 

@@ -25,6 +25,7 @@ import triton.language as tl
 from .codes import quarters
 from .device import INTERPRETED, facts, overlap
 from .elementary import ACTIVATIONS, activated, begin_early
+from .laid import along, turned
 from .nibbles import pairs
 from .stacks import prefetch, stack
 
@@ -45,8 +46,8 @@ def weights_of(
     neither the rows nor the columns of a program reach past the matrix.
     """
     start += first * (K // 8)
-    thread, eight = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 8)[None, :, None, None]
-    part = tl.arange(0, PARTS)[None, None, :, None]
+    thread, eight = along(tl.arange(0, 4), 0, 3, 1), along(tl.arange(0, 8), 1, 3, 1)
+    part = along(tl.arange(0, PARTS), 2, 3, 1)
     at = (part * (4 * BLOCKS) + thread) * 2
     tiles = ()
     for block in tl.static_range(BLOCKS):
@@ -55,28 +56,30 @@ def weights_of(
             row = eight if GATED else eight + 8 * tile
             row = row if EVEN else tl.minimum(row, (N - 1 - first).to(tl.int32))
             words = (up if GATED and tile == 1 else w)[0] + start
-            place = row * (K // 8) + at + tl.arange(0, 2)[None, None, None, :]
-            tiles = tiles + (tl.load(words + place + 8 * block, mask=has, other=0),)
+            place = row * (K // 8) + at + tl.arange(0, 2)
+            tiles = tiles + (turned(tl.load(words + place + 8 * block, mask=has, other=0), 3),)
     for which in tl.static_range(1, 3):
         if EVEN and BLOCKS == 8 and K % 512 == 0:  # all pairs of a row in one load
-            at = part * 4 + 0 * thread + tl.arange(0, 4)[None, None, None, :]
+            at = part * 4 + 0 * thread + tl.arange(0, 4)
             both = ()
             for tile in tl.static_range(2):
                 row = eight if GATED else eight + 8 * tile
                 values = (up if GATED and tile == 1 else w)[which].to(tl.pointer_type(tl.uint32))
                 values += tl.multiple_of(start // 16, 4)
-                both = both + (quarters(tl.load(values + (row * (K // 128) + at), mask=0 * at < inside, other=0)),)
+                loaded = tl.load(values + (row * (K // 128) + at), mask=0 * at < inside, other=0)
+                both = both + (quarters(turned(loaded, 3)),)
             for pair in tl.static_range(4):
                 tiles = tiles + (both[0][pair], both[1][pair])
         else:
-            at = tl.arange(0, PARTS)[None, None, :] * (BLOCKS // 2) + 0 * tl.arange(0, 4)[:, None, None]
+            at = along(tl.arange(0, PARTS), 2, 3) * (BLOCKS // 2) + 0 * along(tl.arange(0, 4), 0, 3)
             for pair in tl.static_range(BLOCKS // 2):
                 has = 0 * at < inside if EVEN else at + pair < inside * (K // 128)
                 for tile in tl.static_range(2):
-                    row = tl.arange(0, 8)[None, :, None] + (0 if GATED else 8 * tile)
+                    row = along(tl.arange(0, 8), 1, 3) + (0 if GATED else 8 * tile)
                     row = row if EVEN else tl.minimum(row, (N - 1 - first).to(tl.int32))
                     values = (up if GATED and tile == 1 else w)[which].to(tl.pointer_type(tl.uint32)) + start // 16
-                    tiles = tiles + (tl.load(values + (row * (K // 128) + at) + pair, mask=has, other=0),)
+                    loaded = tl.load(values + (row * (K // 128) + at) + pair, mask=has, other=0)
+                    tiles = tiles + (turned(loaded, 3),)
     return tiles
 
 
@@ -103,15 +106,16 @@ def group_values(tiles, FIRST: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.con
 def right_operands(x, has, K: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr):
     """For each block four tiles [PARTS, 16, COLUMNS]: for each code of half a word, its activations.
 
-    x, has [1, COLUMNS, 1, 1]: where each column's row begins, and whether there is one.
+    x, has [COLUMNS]: where each column's row begins, and whether there is one.
     """
-    at = tl.arange(0, PARTS)[None, None, :, None] * (64 * BLOCKS) + tl.arange(0, 4)[:, None, None, None] * 16
-    x += at + tl.arange(0, 8)[None, None, None, :]
+    has = along(has, 1, 3, 1)
+    at = along(tl.arange(0, PARTS), 2, 3, 1) * (64 * BLOCKS) + along(tl.arange(0, 4), 0, 3, 1) * 16
+    x = along(x, 1, 3, 1) + (at + tl.arange(0, 8))
     loaded, right = (), ()
     for block in tl.static_range(BLOCKS):
         inside = has if K == BLOCKS * PARTS * 64 else has & (at + 64 * block < K)
-        loaded = loaded + (tl.load(x + 64 * block, mask=inside, other=0.0),)
-        loaded = loaded + (tl.load(x + (64 * block + 8), mask=inside, other=0.0),)
+        for eight in tl.static_range(2):
+            loaded = loaded + (turned(tl.load(x + (64 * block + 8 * eight), mask=inside, other=0.0), 3),)
     for block in tl.static_range(BLOCKS):
         both = tl.join(loaded[2 * block], loaded[2 * block + 1])
         both = tl.reshape(both, [4, COLUMNS, PARTS, 2, 4, 2])  # thread column part half code word
@@ -194,7 +198,7 @@ def walk(
     TYPE: tl.constexpr = x.dtype.element_ty
     # The exponent under which codes are read; an instruction holds one constant only, and the mask is another.
     one = ((0x43004300 if TYPE == tl.bfloat16 else 0x3C003C00) + tl.minimum(N, 0)).to(tl.uint32)
-    right = right_operands(x[None, :, None, None], has[None, :, None, None], K, BLOCKS, PARTS)
+    right = right_operands(x, has, K, BLOCKS, PARTS)
     sums = group_sums(right, TYPE, BLOCKS, PARTS)
     for piece in range(begin, end):
         if AHEAD:

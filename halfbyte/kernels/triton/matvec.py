@@ -33,6 +33,7 @@ from .device import INTERPRETED, facts, overlap
 from .elementary import ACTIVATIONS, activated
 from .exact import multiply_exactly, small
 from .jobs import choice_arguments, job_of
+from .laid import along, turned
 from .matvec_sizes import MANY, Nibbles, choosing_sizes, chunk_sizes, dense_sizes, nibble_sizes
 from .nibbles import nibbles_kernel
 from .rowwise import glu
@@ -82,9 +83,9 @@ def row_activations(x, x_row, ROWS, chunks, K, FORMAT: tl.constexpr, PRECISE: tl
 @triton.jit
 def scale_at(source, at, inside, FORMAT: tl.constexpr):
     if FORMAT.wide == 0:
-        return tl.where(inside, gathered(source, at, FORMAT.kind), 0)
+        return turned(tl.where(inside, gathered(source, at, FORMAT.kind), 0), 2)
     else:
-        return tl.load(source + at, mask=inside, other=0.0)
+        return turned(tl.load(source + at, mask=inside, other=0.0), 2)
 
 
 @triton.jit
@@ -95,17 +96,18 @@ def tile_of(w, first, rows, chunks, K, FORMAT: tl.constexpr):
     """
     words, scales, biases, _ = w
     last = tl.cdiv(K, 32) - 1
-    inside = (chunks <= last)[:, None]
+    inside = along(chunks <= last, 0, 2)
     chunks = tl.minimum(chunks, last)
     parts = chunk_words(words + first * row_words(K, FORMAT), rows, chunks, K, FORMAT)
     pitch = K // FORMAT.group
-    groups = rows[None, :] * pitch + (chunks * 32 // FORMAT.group)[:, None]
+    rows, chunks = along(rows, 1, 2), along(chunks, 0, 2)
+    groups = rows * pitch + chunks * 32 // FORMAT.group
     scale = scale_at(scales + first * pitch, groups, inside, FORMAT)
     other = scale
     if FORMAT.mode == "affine":
         other = scale_at(biases + first * pitch, groups, inside, FORMAT)
     elif FORMAT.mode == "nvfp4":
-        groups = rows[None, :] * pitch + tl.minimum(chunks * 2 + 1, pitch - 1)[:, None]
+        groups = rows * pitch + tl.minimum(chunks * 2 + 1, pitch - 1)
         other = scale_at(scales + first * pitch, groups, inside, FORMAT)
     return parts + (scale, other)
 

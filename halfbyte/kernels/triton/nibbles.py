@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_wait
 from .codes import e4m3_value, eighths, power_value, quarters
 from .elementary import activated
 from .jobs import job_of
+from .laid import along, turned
 from .stacks import matrix
 from .stream import row_factors, squares_of, store_row, stream_rows
 
@@ -80,14 +81,14 @@ def activations_of(x, start, K, FORMAT: tl.constexpr, BLOCKS: tl.constexpr, PART
     """What each thread loads of x for its column, eight at a time: tiles [thread, COLUMNS, PARTS, 8], or zeros."""
     LOADED: tl.constexpr = codes_loaded(FORMAT.bits)
     GROUPS: tl.constexpr = 4 * LOADED // FORMAT.group  # of a block
-    column = tl.arange(0, COLUMNS)[None, :, None, None]
-    eight = tl.arange(0, 8)[None, None, None, :]
+    thread, column = along(tl.arange(0, 4), 0, 3, 1), along(tl.arange(0, COLUMNS), 1, 3, 1)
+    part = along(tl.arange(0, PARTS), 2, 3, 1)
     loaded = ()
     for i in tl.static_range(LOADED // 8):
-        code = tl.arange(0, 4)[:, None, None, None] * LOADED + 8 * i  # of a block
-        at = start + (tl.arange(0, PARTS)[None, None, :, None] * BLOCKS + column // GROUPS) * (4 * LOADED) + code
+        code = thread * LOADED + 8 * i  # of a block
+        at = start + (part * BLOCKS + column // GROUPS) * (4 * LOADED) + code
         live = (code // FORMAT.group == column % GROUPS) & (column < BLOCKS * GROUPS) & (at < K)
-        loaded = loaded + (tl.load(x + (at + eight), mask=live, other=0.0),)
+        loaded = loaded + (turned(tl.load(x + (at + tl.arange(0, 8)), mask=live, other=0.0), 3),)
     return loaded
 
 
@@ -175,25 +176,25 @@ def span_of(
     HALF: tl.constexpr = R // 16 if GATED else R // 8  # tiles of w's
     inside = (first < N).to(tl.int32)
     last = tl.cast(N - 1 - first, tl.int32)
-    thread, eight = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 8)[None, :, None, None]
-    part = tl.arange(0, PARTS)[None, None, :, None]
+    thread, eight = along(tl.arange(0, 4), 0, 3, 1), along(tl.arange(0, 8), 1, 3, 1)
+    part = along(tl.arange(0, PARTS), 2, 3, 1)
     tiles = ()
     for block in tl.static_range(BLOCKS):
         load = start // LOADED + (part * BLOCKS + block) * 4 + thread
         for tile in tl.static_range(R // 8):
             words = (w if tile < HALF else up)[0] + first * (K // LOADED * 4)
             rows = tl.minimum(8 * (tile % HALF) + eight, last)
-            at = rows * (K // LOADED * 4) + load * 4 + tl.arange(0, 4)[None, None, None, :]
-            tiles = tiles + (tl.load(words + at, mask=load < inside * (K // LOADED)),)
+            at = rows * (K // LOADED * 4) + load * 4 + tl.arange(0, 4)
+            tiles = tiles + (turned(tl.load(words + at, mask=load < inside * (K // LOADED)), 3),)
     pitch = K // (2 * FORMAT.group) * 2 if EVEN else K // FORMAT.group
-    column = thread * 2 + tl.arange(0, 2)[None, None, None, :]
+    column = thread * 2 + tl.arange(0, 2)
     group = start // FORMAT.group + part * GROUPS + column
     has = (column < GROUPS) & (group < inside * pitch)
     for which in tl.static_range(1, 3 if FORMAT.mode == "affine" else 2):
         for tile in tl.static_range(R // 8):
             scales = (w if tile < HALF else up)[which] + first * pitch
             rows = tl.minimum(8 * (tile % HALF) + eight, last)
-            tiles = tiles + (tl.load(scales + (rows * pitch + group), mask=has, other=0.0),)
+            tiles = tiles + (turned(tl.load(scales + (rows * pitch + group), mask=has, other=0.0), 3),)
     return tiles
 
 
