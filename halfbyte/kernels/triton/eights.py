@@ -25,7 +25,7 @@ import triton.language as tl
 from .codes import quarters
 from .device import INTERPRETED, facts, overlap
 from .elementary import ACTIVATIONS, activated, begin_early
-from .laid import along, turned
+from .laid import all_of, along, turned
 from .nibbles import pairs
 from .stacks import prefetch, stack
 
@@ -126,13 +126,15 @@ def right_operands(x, has, K: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.cons
 
 
 @triton.jit
-def group_sums(right, TYPE: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr):
-    """The sums of each group of activations [PARTS, ROWS / 2, COLUMNS], all rows the same."""
+def group_sums(right, tiles, TYPE: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr):
+    """The sums of each group of activations [PARTS, ROWS / 2, COLUMNS], all rows the same. Of the tiles only how they
+    lie among threads matters."""
+    words = left_words(tiles, 0, PARTS)
     sums = ()
     for block in tl.static_range(BLOCKS):
         plain = tl.zeros([PARTS, ROWS, COLUMNS], tl.float32)
         for code in tl.static_range(4):
-            plain = tl.dot(tl.full([PARTS, ROWS, 16], 1.0, TYPE), right[4 * block + code], plain)
+            plain = tl.dot(all_of(1, words, TYPE), right[4 * block + code], plain)
         front, _ = tl.split(tl.permute(tl.reshape(plain, [PARTS, 2, ROWS // 2, COLUMNS]), [0, 2, 3, 1]))
         sums = sums + (front,)
     return sums
@@ -199,7 +201,7 @@ def walk(
     # The exponent under which codes are read; an instruction holds one constant only, and the mask is another.
     one = ((0x43004300 if TYPE == tl.bfloat16 else 0x3C003C00) + tl.minimum(N, 0)).to(tl.uint32)
     right = right_operands(x, has, K, BLOCKS, PARTS)
-    sums = group_sums(right, TYPE, BLOCKS, PARTS)
+    sums = group_sums(right, loaded, TYPE, BLOCKS, PARTS)
     for piece in range(begin, end):
         if AHEAD:
             beyond = piece + AHEAD - end

@@ -10,7 +10,11 @@ every product of a tensor core would fetch its operands through shared memory.
 import triton
 import triton.language as tl
 
-BACKWARDS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
+RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
+BACKWARDS = tl.constexpr(RELEASE >= (3, 7))
+# In which order the threads of a product take its inputs follows from how its operands were loaded: since 3.8 the left
+# one, if the right one was taken apart since.
+BY_LEFT = tl.constexpr(RELEASE >= (3, 8))
 
 
 @triton.constexpr_function
@@ -35,3 +39,26 @@ def turned(tile, AXES: tl.constexpr):
         return tl.permute(tile, [2, 1, 0] if len(tile.shape) == 3 else [2, 1, 0, 3])
     else:
         return tl.permute(tile, [1, 0] if len(tile.shape) == 2 else [1, 0, 2])
+
+
+@triton.constexpr_function
+def bits_of(power, kind):
+    """A power of two from 1 on as a float of 16 bits, in both halves of a word."""
+    exponent = power.bit_length() - 1
+    return ((127 + exponent) << 7 if kind == tl.bfloat16 else (15 + exponent) << 10) * 0x00010001
+
+
+@triton.jit
+def all_of(POWER: tl.constexpr, words, TYPE: tl.constexpr):
+    """A left operand [PARTS, R, 16] of a power of two, beside others that are made of words [PARTS, R, 4, 2].
+
+    It takes its inputs in their order because it is made of them, as far as that is decided; what comes of them, a bit
+    that is shifted away, is 0 to the compiler afterwards. Otherwise the right operand would have to move.
+    """
+    if BY_LEFT:
+        both = ((words & 1) >> 1) | bits_of(POWER, TYPE)
+        low = (both & 0xFFFF).to(tl.uint16).to(TYPE, bitcast=True)
+        high = (both >> 16).to(tl.uint16).to(TYPE, bitcast=True)
+        return tl.reshape(tl.join(low, high), [words.shape[0], words.shape[1], 16])
+    else:
+        return tl.full([words.shape[0], words.shape[1], 16], POWER, TYPE)

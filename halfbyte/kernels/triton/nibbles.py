@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_wait
 from .codes import e4m3_value, eighths, power_value, quarters
 from .elementary import activated
 from .jobs import job_of
-from .laid import along, turned
+from .laid import all_of, along, turned
 from .stacks import matrix
 from .stream import row_factors, squares_of, store_row, stream_rows
 
@@ -50,7 +50,7 @@ def place_of(code, bits, kind):
 @triton.constexpr_function
 def power_of(code, bits, kind):
     """What activations are divided by for code `code`."""
-    return 1.0 if kind == tl.float16 else float(1 << place_of(code, bits, kind))
+    return 1 if kind == tl.float16 else 1 << place_of(code, bits, kind)
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def operands(loaded, FORMAT: tl.constexpr, PARTS: tl.constexpr):
         for i in tl.static_range(16 // FORMAT.bits):
             tile = tl.reshape(tiles[i], [PARTS, 16, COLUMNS])
             if FORMAT.mode == "affine":
-                if power_of(i, FORMAT.bits, TYPE) != 1.0:
+                if power_of(i, FORMAT.bits, TYPE) != 1:
                     tile *= tl.full([], 1.0 / power_of(i, FORMAT.bits, TYPE), TYPE)
             elif TYPE == tl.bfloat16:  # or products with tiny weights would be none
                 tile *= tl.full([], 2.0**64, TYPE)
@@ -119,16 +119,14 @@ def operands(loaded, FORMAT: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def add_to_sums(sums, right, CODE: tl.constexpr, FORMAT: tl.constexpr, TYPE: tl.constexpr):
+def add_to_sums(sums, right, words, CODE: tl.constexpr, FORMAT: tl.constexpr, TYPE: tl.constexpr):
     """[PARTS, R, COLUMNS], all rows the same: sums of each column's activations, and of what they were scaled to."""
     plain, scaled = sums
-    PARTS: tl.constexpr = plain.shape[0]
-    R: tl.constexpr = plain.shape[1]
-    scaled = tl.dot(tl.full([PARTS, R, 16], 1.0, TYPE), right, scaled)
-    if power_of(1, FORMAT.bits, TYPE) == 1.0:
+    scaled = tl.dot(all_of(1, words, TYPE), right, scaled)
+    if power_of(1, FORMAT.bits, TYPE) == 1:
         plain = scaled
     else:
-        plain = tl.dot(tl.full([PARTS, R, 16], power_of(CODE, FORMAT.bits, TYPE), TYPE), right, plain)
+        plain = tl.dot(all_of(power_of(CODE, FORMAT.bits, TYPE), words, TYPE), right, plain)
     return plain, scaled
 
 
@@ -147,15 +145,18 @@ def row_operands(
 
 
 @triton.jit
-def row_sums(right, FORMAT: tl.constexpr, TYPE: tl.constexpr, M: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr):
-    """The sums of M rows, for affine codes."""
+def row_sums(
+    right, tiles, FORMAT: tl.constexpr, TYPE: tl.constexpr, M: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr
+):
+    """The sums of M rows, for affine codes. Of the tiles only how they lie among threads matters."""
     CODES: tl.constexpr = 16 // FORMAT.bits
+    words, _ = halves_of_words(tiles, 0, R, PARTS)
     sums = ()
     for m in tl.static_range(M):
         some = zeros(2, PARTS, R)
         if FORMAT.mode == "affine":
             for i in tl.static_range(2 * CODES):
-                some = add_to_sums(some, right[m][i], i % CODES, FORMAT, TYPE)
+                some = add_to_sums(some, right[m][i], words, i % CODES, FORMAT, TYPE)
         sums = sums + (some,)
     return sums
 
@@ -239,7 +240,7 @@ def add_products(
     more = ()
     for m in tl.static_range(M):
         if SUMS and BLOCK == 0 and FORMAT.mode == "affine":
-            more = more + (add_to_sums(row_sums[m], right[m][STEP], STEP % CODES, FORMAT, TYPE),)
+            more = more + (add_to_sums(row_sums[m], right[m][STEP], words[0], STEP % CODES, FORMAT, TYPE),)
         else:
             more = more + (row_sums[m],)
     row_sums, more = more, ()
@@ -381,7 +382,7 @@ def nibbles_kernel(
                 totals, y, y_row, row, left, first, N, w[3], up[3], factors, stream, old, ACTIVATION, TYPE, M, R
             )  # fmt: skip
         else:
-            sums = row_sums(right, FORMAT, TYPE, M, R, PARTS)
+            sums = row_sums(right, tiles, FORMAT, TYPE, M, R, PARTS)
             for block in range(tl.program_id(0), tl.cdiv(N, OUTPUTS), tl.num_programs(0)):
                 first = tl.cast(block, tl.int64) * OUTPUTS
                 here = stream_rows(stream, row, left, outputs_at(first, N, OUTPUTS), M)
