@@ -6,7 +6,8 @@ layer with a window form a ring: room for the window and the longest run of new 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -48,6 +49,8 @@ class Cache:
     """The state of up to `slots` requests of at most `capacity` tokens, computed in runs of at most `chunk` tokens.
 
     `padding`: some slots more, nobody's, for rows that fill a step up to a size that is recorded; on a GPU by default.
+    `torn`: slots in which a step ended in the middle, so that some of their recurrent states are those of a longer
+    text than others. Rows that such a step left are behind a text's end, or in a ring before its window.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class Cache:
         self.padding = range(slots, slots + (padding_of(slots, self.device) if padding is None else padding))
         self.lengths = [0] * self.padding.stop
         self.made_by = ""  # which model's states these are, if somebody says so
+        self.torn: set[int] = set()
+        self.recurrent = any(one.fixed for one in kept)
         self.capacity = capacity
         self.layers = self._made(capacity)
 
@@ -108,6 +113,19 @@ class Cache:
                 raise ValueError(f"slot {slot} would hold {total} tokens: this cache has room for {self.capacity}")
         return plan(work, self.lengths, self.device, self.dtype, wanted)
 
+    @contextmanager
+    def changing(self, slots: Iterable[int]) -> Generator[None]:
+        """Around a step of these slots and the advance that counts it."""
+        slots = [*slots] if self.recurrent else []
+        self.torn.update(slots)
+        yield
+        self.torn.difference_update(slots)
+
+    def require_whole(self, slot: int, what: str) -> None:
+        """ValueError if a step of a slot ended in the middle: whatever goes on from there gives wrong tokens."""
+        if slot in self.torn:
+            raise ValueError(f"{what}: a step of it failed or was interrupted, and left half of a state. Make a new one")
+
     def advance(self, work: Sequence[tuple[int, Sequence[int]]]) -> None:
         for slot, ids in work:
             self.lengths[slot] += len(ids)
@@ -115,6 +133,7 @@ class Cache:
     def reset(self, slot: int) -> None:
         """Forget a request. Rows past a length are never read, but recurrent states are."""
         self.lengths[slot] = 0
+        self.torn.discard(slot)
         layers = zip(self.kept, self.layers, strict=True)
         if states := [layer[name][slot] for one, layer in layers for name in one.fixed]:
             torch._foreach_zero_(states)
@@ -149,6 +168,7 @@ class Cache:
                     layer[name][slot, self._places(one, snapshot.length, layer[name].shape[1])] = tensor
                 else:
                     layer[name][slot] = tensor
+        self.torn.discard(slot)
 
     def _places(self, one: Kept, length: int, rows: int) -> Tensor:
         """Where the tokens lie that a layer may still read: all of them, or those of its window."""

@@ -121,19 +121,22 @@ class Engine:
         work, wanted, drawing = self._chosen()
         if not work:
             return []
-        logits = self.model(self.cache.plan(work, wanted), self.cache)
-        self.cache.advance(work)
+        step = self.cache.plan(work, wanted)
+        with self.cache.changing(slot for slot, _ in work):
+            logits = self.model(step, self.cache)
+            self.cache.advance(work)
         draw = self._draw(logits, drawing)
         return [] if draw is None else draw.made()
 
     def _replayed(self, answering: list[Request]) -> list[Made]:
         """A token of each answer and pieces of prompts; the next answers are launched before those tokens are read."""
-        if answering and self.flights.under_way is None:
-            self.flights.launch(answering)
-        draw = self._prompted()
-        flight = self.flights.land()
-        if self.ahead:
-            self.flights.follow(flight, draw, answering)
+        with self.cache.changing(slots_of(self.running)):
+            if answering and self.flights.under_way is None:
+                self.flights.launch(answering)
+            draw = self._prompted()
+            flight = self.flights.land()
+            if self.ahead:
+                self.flights.follow(flight, draw, answering)
         return [made for one in (flight, draw) if one is not None for made in one.made()]
 
     def _prompted(self) -> Draw | None:
@@ -232,12 +235,15 @@ def logits(model: Decoder, ids: Sequence[int] | Tensor, cache: Cache | None = No
     if model.guard is not None:
         model.guard.check()
     cache = model.new_cache() if cache is None else cache
+    cache.require_whole(0, "cache")
     cache.reserve(cache.lengths[0] + len(tokens))
     parts = [torch.empty(0, model.vocabulary, device=model.device)]
     for start in range(0, len(tokens), cache.chunk):
         work = [(0, tokens[start : start + cache.chunk])]
-        parts.append(model(cache.plan(work, "all"), cache).float())
-        cache.advance(work)
+        step = cache.plan(work, "all")
+        with cache.changing([0]):
+            parts.append(model(step, cache).float())
+            cache.advance(work)
     return torch.cat(parts), cache
 
 

@@ -139,7 +139,8 @@ def stream_generate(
     finally:  # a loop that is left leaves the state of the tokens that it was given
         engine.cancel(request)
         made = len(request.made)
-        if prompt_cache is not None and made and cache.lengths[0] == held + len(new) + made - 1:
+        whole = prompt_cache is not None and 0 not in cache.torn
+        if whole and made and cache.lengths[0] == held + len(new) + made - 1:
             logits_of(model, request.made[-1:], cache)  # the engine computes a token when one is to follow
         if prompt_cache is None and prefill_step_size is None and engine.replays:
             _left[model] = cache

@@ -86,6 +86,7 @@ def require_own(model: Decoder, cache: Cache | None, held_ids: Sequence[int]) ->
             "prompt_cache: another model made it, or this one on another device, with another dtype or other "
             "--cpu-activations. Make a new one: make_prompt_cache(model)"
         )
+    cache.require_whole(0, "prompt_cache")
     return cache.lengths[0]
 
 

@@ -16,6 +16,8 @@ from halfbyte.cache import GROWTH
 from halfbyte.chat import Tokenizer
 from halfbyte.engine import Engine, Request, logits
 from halfbyte.errors import CheckpointError, NotEnoughMemory, StorageError
+from halfbyte.models.cache import make_prompt_cache, save_prompt_cache
+from halfbyte.models.layers import MixtureBlock
 from halfbyte.sampling import SamplingParams
 
 NAME = "qwen3_5_moe-4bit"
@@ -187,6 +189,50 @@ def test_a_prompt_cache_goes_on(loaded):
     assert kept.lengths == [7], "as mlx-lm's: all that was read and made"
     more = list(halfbyte.stream_generate(model, tokenizer, [8, 9], max_tokens=3, prompt_cache=kept))
     assert [one.token for one in more] == greedy(3, (5, 6, 7, *greedy(4), 8, 9))
+
+
+def failing_at(monkeypatch, number):
+    """Have the number-th mixture that is computed from now on fail."""
+    compute, left = MixtureBlock.__call__, [number]
+
+    def counted(self, x):
+        left[0] -= 1
+        if not left[0]:
+            raise StorageError("shard.safetensors: cannot be read")
+        return compute(self, x)
+
+    monkeypatch.setattr(MixtureBlock, "__call__", counted)
+
+
+@pytest.mark.parametrize("number", [2, 9], ids=["in the prompt", "in a later step"])
+def test_a_prompt_cache_whose_step_failed_is_not_taken_for_whole(loaded, monkeypatch, tmp_path, number):
+    model, tokenizer = loaded
+    assert len(model.layers) <= 4
+    kept = make_prompt_cache(model)
+    halfbyte.generate(model, tokenizer, [5, 6, 7], max_tokens=2, prompt_cache=kept)
+    with monkeypatch.context() as patch:
+        failing_at(patch, number)
+        with pytest.raises(StorageError):
+            halfbyte.generate(model, tokenizer, [8, 9], max_tokens=9, prompt_cache=kept)
+    for use in (
+        lambda: halfbyte.generate(model, tokenizer, [4], prompt_cache=kept),
+        lambda: logits(model, [4], kept),
+        lambda: save_prompt_cache(tmp_path / "kept.safetensors", kept),
+    ):
+        with pytest.raises(ValueError, match="a step of it failed or was interrupted"):
+            use()
+    kept.reset(0)
+    assert torch.equal(logits(model, [5, 6], kept)[0], logits(model, [5, 6])[0])
+
+
+def test_a_prompt_cache_of_rows_alone_goes_on_after_a_step_that_failed(monkeypatch):
+    model = model_of("qwen3_moe-4bit")
+    _, kept = logits(model, [5, 6, 7])
+    with monkeypatch.context() as patch:
+        failing_at(patch, 2)
+        with pytest.raises(StorageError):
+            logits(model, [8, 9], kept)
+    assert torch.equal(logits(model, [4], kept)[0], logits(model, [5, 6, 7, 4])[0][-1:])
 
 
 def test_processors_and_penalties_know_what_a_prompt_cache_holds_if_they_are_told(loaded):

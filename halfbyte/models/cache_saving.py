@@ -34,6 +34,7 @@ def write(path: Path, cache: Cache, metadata: Mapping[str, str], slot: int = 0) 
 
     if not isinstance(cache, Cache):
         raise TypeError("a prompt cache is what make_prompt_cache(model) gives: one for all layers, not a list")
+    cache.require_whole(slot, "the prompt cache")
     for name, value in metadata.items():
         if not isinstance(name, str) or not isinstance(value, str):
             said = f"{shown(name)}: {shown(value)}"
