@@ -81,7 +81,7 @@ class Engine:
             self.model.guard.check()
         while self.waiting and self.free:
             self._start(self.waiting.popleft())
-        with self.threads():
+        with self.threads(), self.model.turn:
             made = self._computed()
         for request, id, _ in made:
             request.made.append(id)
@@ -241,7 +241,7 @@ def logits(model: Decoder, ids: Sequence[int] | Tensor, cache: Cache | None = No
     for start in range(0, len(tokens), cache.chunk):
         work = [(0, tokens[start : start + cache.chunk])]
         step = cache.plan(work, "all")
-        with cache.changing([0]):
+        with model.turn, cache.changing([0]):
             parts.append(model(step, cache).float())
             cache.advance(work)
     return torch.cat(parts), cache

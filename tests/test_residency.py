@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import checkpoint_files as made
@@ -40,6 +41,15 @@ def test_the_embedded_model_says_the_same(resident, policy, slots):
     assert model.residency.reader.bytes == read * shelf.share.expert_bytes and shelf.cache.hits
     if slots >= 128:
         assert read == len(shelf.cache.places), "nothing is read twice"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_threads_of_one_program_take_turns(resident, policy):
+    """Slots are lent to one step: another thread's would fill them with other experts meanwhile."""
+    model, wanted = load_model(TINY, expert_cache=budget_of(TINY, 24), expert_policy=policy), tokens(resident, 24)
+    with ThreadPoolExecutor(3) as pool:
+        replies = [pool.submit(tokens, model, 24) for _ in range(9)]
+    assert [one.result() for one in replies] == [wanted] * 9
 
 
 @pytest.mark.parametrize("name", NAMES)

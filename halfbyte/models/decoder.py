@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from threading import RLock
 from typing import Any, Protocol
 
 import torch
@@ -78,6 +80,7 @@ class Decoder:
         self.nbytes: int | None = None  # of all weights, then
         # Where its experts are, if not all in one memory.
         self.residency: Residency | DeviceResidency | TieredResidency | None = None
+        self._turns = RLock()
         self.guard: Guard | None = None  # of the files, where weights are maps of them
         self.compiled = False  # whether compilation.py has seen to its kernels
         self.layers: list[Any] = []
@@ -87,6 +90,11 @@ class Decoder:
         """The weights of each layer; what stands behind the last one predicts further tokens, and is left out."""
         count = config.integer("num_hidden_layers", 1, limits.LAYERS)
         return [weights / f"layers.{index}" for index in range(count)]
+
+    @property
+    def turn(self) -> AbstractContextManager[Any]:
+        """Around a step. Threads whose experts are lent to one step at a time wait for each other here."""
+        return nullcontext() if self.residency is None else self._turns
 
     @property
     def kept(self) -> list[Kept]:
