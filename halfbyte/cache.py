@@ -124,7 +124,9 @@ class Cache:
     def require_whole(self, slot: int, what: str) -> None:
         """ValueError if a step of a slot ended in the middle: whatever goes on from there gives wrong tokens."""
         if slot in self.torn:
-            raise ValueError(f"{what}: a step of it failed or was interrupted, and left half of a state. Make a new one")
+            raise ValueError(
+                f"{what}: a step of it failed or was interrupted, and left half of a state. Make a new one"
+            )
 
     def advance(self, work: Sequence[tuple[int, Sequence[int]]]) -> None:
         for slot, ids in work:

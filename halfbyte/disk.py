@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from functools import cache
 from itertools import islice
 
 from .checkpoint.ledger import Ledger, Mixture
+from .checkpoint.sidecar import find
 from .expert_ranges import Range
 from .expert_reader import ExpertReader
 from .expert_shares import expert_bytes, parts_of
@@ -17,14 +19,19 @@ MOST = 256 << 20  # bytes that are read
 TOGETHER = 8  # experts that are asked for at a time, as a layer does
 
 
-def expert_bandwidth(ledger: Ledger, most: int = MOST) -> float:
-    """Bytes a second, over experts from all of the checkpoint. The system forgets what it had of them in memory."""
-    experts = [(one, expert) for one in ledger.mixtures.values() for expert in range(one.form.gate.shape[0])]
+@cache
+def expert_bandwidth(ledger: Ledger, direct: bool = False, most: int = MOST) -> float:
+    """Bytes a second, over experts from all of the checkpoint or its sidecar; `direct`: past the system's memory of
+    files. Otherwise the system forgets what it had of them there.
+    """
+    mixtures, files = list(ledger.mixtures.values()), ledger.checkpoint.states
+    if repacked := find(ledger.checkpoint, ledger.mixtures):
+        mixtures, files = repacked
+    experts = [(one, expert) for one in mixtures for expert in range(one.form.gate.shape[0])]
     total = sum(expert_bytes(one) for one, _ in experts)
     sample = experts[:: -(-total // most)]
     buffer = memoryview(bytearray(TOGETHER * max(expert_bytes(one) for one, _ in sample)))
-    files, seconds = ledger.checkpoint.states, 0.0
-    reader = ExpertReader(files, most_open=descriptors_for(files))
+    seconds, reader = 0.0, ExpertReader(files, most_open=descriptors_for(files), direct=direct)
     try:
         waiting = iter(sample)
         while some := list(islice(waiting, TOGETHER)):

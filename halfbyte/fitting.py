@@ -35,7 +35,7 @@ class Allowed:
 
     @property
     def limited(self) -> bool:
-        """Whether nobody promised the system room to keep files in memory."""
+        """Whether a limit was set: then there may be no memory for the system to keep files in."""
         return self.ram is not None or self.memory_limit is not None
 
     def restrict(self, device: torch.device) -> None:

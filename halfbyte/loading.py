@@ -23,7 +23,8 @@ from .config import Config
 from .device_experts import BUFFERS, DeviceResidency
 from .device_experts import plan as plan_slots
 from .download import no_progress
-from .errors import UsageError, size
+from .errors import UsageError, shown, size
+from .expert_cache import POLICIES
 from .fitting import TEXT, Allowed, device_room, place, place_beside
 from .host_experts import in_host_memory
 from .models import MODELS
@@ -66,6 +67,8 @@ def load_model(
     experts that stay on disk always are, when they are first read.
     """
     target = pick_device(device)
+    if expert_policy not in POLICIES:
+        raise UsageError(f"expert_policy: {shown(expert_policy)} is none; there are {', '.join(POLICIES)}")
     checkpoint = checkpoints.open(path, set(MODELS))
     build, fingerprint = MODELS[checkpoint.config.model_type], checkpoint.fingerprint
     if top_k_experts is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Generic, TypeVar
 
+T = TypeVar("T")
 PREFIX = "halfbyte_"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -29,6 +32,17 @@ class Histogram:
             yield f'{PREFIX}{name}_bucket{{le="{bound}"}} {total}'
         yield f"{PREFIX}{name}_sum {self.sum}"
         yield f"{PREFIX}{name}_count {total}"
+
+
+class Sampled(Generic[T]):
+    """A value that only one thread may ask for: that one renews it, others read what it was a second ago at most."""
+
+    def __init__(self, ask: Callable[[], T]) -> None:
+        self.ask, self.value, self.due = ask, ask(), 0.0
+
+    def renew(self, at_once: bool = False) -> None:
+        if at_once or time.monotonic() >= self.due:
+            self.value, self.due = self.ask(), time.monotonic() + 1.0
 
 
 Labels = tuple[tuple[str, str], ...]

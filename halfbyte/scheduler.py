@@ -21,7 +21,7 @@ from .errors import HalfbyteError
 from .grammar import GrammarError
 from .jobs import Job, Piece, decoded, resumable, resumed
 from .machine import share_threads
-from .metrics import Histogram
+from .metrics import Histogram, Sampled
 from .models.decoder import Decoder
 from .prefixes import WORTH, Prefixes
 from .recordings import Recordings
@@ -70,9 +70,9 @@ class Scheduler:
         self.beat, self.turn, self.failures = time.monotonic(), 0, 0
         self.piece = cache.chunk  # tokens of prompts in a step; less after memory ran out
         self.good = 0  # steps since then that have read prompts
-        self.counts: Counter[str] = Counter()
-        self.aborts: Counter[str] = Counter()
+        self.counts, self.aborts = Counter[str](), Counter[str]()
         self.first_token, self.between_tokens = Histogram(), Histogram()
+        self.reads = Sampled(lambda: None if model.residency is None else model.residency.reads)
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -225,6 +225,7 @@ class Scheduler:
         for job, piece in pieces:
             if piece.last:
                 self._leave(job, piece)
+        self.reads.renew(at_once=not self.jobs)
         if pieces:
             self.deliver(pieces)
 

@@ -18,7 +18,7 @@ from streaming import PROMPT, TINY, budget_of, mixtures_of, shard, tokens
 from halfbyte import expert_reader
 from halfbyte.accounting import skeleton
 from halfbyte.engine import logits
-from halfbyte.errors import CheckpointError, NotEnoughMemory
+from halfbyte.errors import CheckpointError, NotEnoughMemory, UsageError
 from halfbyte.expert_cache import POLICIES
 from halfbyte.expert_ranges import Range, runs
 from halfbyte.expert_shares import expert_bytes, plan
@@ -41,6 +41,12 @@ def test_the_embedded_model_says_the_same(resident, policy, slots):
     assert model.residency.reader.bytes == read * shelf.share.expert_bytes and shelf.cache.hits
     if slots >= 128:
         assert read == len(shelf.cache.places), "nothing is read twice"
+
+
+def test_an_unknown_policy_is_refused_where_there_is_no_use_for_it_too(tmp_path):
+    for folder in (TINY, tmp_path):
+        with pytest.raises(UsageError, match="expert_policy: 'mru' is none; there are lru, lfu"):
+            load_model(folder, expert_policy="mru")
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -10,6 +10,7 @@ from streaming import GREEDY, PROMPT, TINY, budget_of, mixtures_of, tokens
 
 from halfbyte import cli, disk, expert_reader, fitting, machine, routes
 from halfbyte.accounting import skeleton
+from halfbyte.checkpoint.descriptors import DIRECT
 from halfbyte.commands.numbers import byte_count
 from halfbyte.engine import Engine, Request
 from halfbyte.errors import CheckpointError, StorageError
@@ -194,6 +195,21 @@ def test_experts_come_from_the_disk_at_some_speed(monkeypatch):
     ledger = skeleton(TINY)[1]
     assert disk.expert_bandwidth(ledger) > 1e5
     assert disk.expert_bandwidth(ledger, most=100_000) > 1e5
+
+
+def test_what_is_measured_are_the_reads_of_a_run(monkeypatch, copied):
+    """Of the sidecar, where there is one, and past the system's memory of files, where a run reads so."""
+    read, start = [], disk.ExpertReader.start
+
+    def noted(reader, ranges):
+        read.append((not reader.files.buffered, *{one.path.suffix for one in ranges}))
+        start(reader, ranges)
+
+    monkeypatch.setattr(disk.ExpertReader, "start", noted)
+    disk.expert_bandwidth(skeleton(copied)[1])
+    assert cli.main(["convert", str(copied), "--repack"]) == 0
+    disk.expert_bandwidth(skeleton(copied)[1], direct=True)
+    assert set(read) == {(False, ".safetensors"), (bool(DIRECT), ".bin")}
 
 
 def test_from_bench_to_plan(tmp_path, capsys, folder):

@@ -106,8 +106,8 @@ BELOW = {
     "progress": {"errors"},
     "fitting": {"checkpoint", "errors", "expert_shares", "memory"},
     "loading": {
-        "cache", "chat", "checkpoint", "config", "device_experts", "download", "errors", "fitting", "host_experts",
-        "hub", "memory", "models", "progress", "residency", "tiered_experts",
+        "cache", "chat", "checkpoint", "config", "device_experts", "download", "errors", "expert_cache", "fitting",
+        "host_experts", "hub", "memory", "models", "progress", "residency", "tiered_experts",
     },
     "compilation": {"cache", "decoding", "machine", "models", "ops", "tiered_experts"},
     "sample_utils": {"errors", "limits", "ops", "request", "sampling"},

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..accounting import Account
     from ..checkpoint.ledger import Ledger
-    from ..fitting import Allowed, DeviceRoom
+    from ..fitting import Allowed, DeviceRoom, Placed
     from ..routes import Routes
 
 STATE_ROUND_TRIP = 2  # recurrent states are read and written
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         "read_bytes_per_second": bandwidth, "bytes_per_token": moved, "tokens_per_second_at_most": bandwidth / moved,
         "tokens_per_second_at_context": bandwidth / full,
     }  # fmt: skip
-    if here:
+    if placed is not None:
         tiers = tiered(placed, ledger, account, bandwidth)
         values |= tiers
         rows += described_tiers(tiers)
@@ -92,8 +92,7 @@ def run(args: argparse.Namespace) -> int:
         rows += described_beside(beside)
     if args.trace is not None:
         trace = recorded(args.trace, checkpoint, ledger, account)
-        kept = placed if isinstance(placed, int) else limits.expert_cache
-        found, lines = foretold(trace, ledger, account, limits, kept, gpu, bandwidth / moved)
+        found, lines = foretold(trace, ledger, account, limits, placed, gpu, bandwidth / moved)
         values |= found
         rows += lines
     show(values, rows, args.json)
@@ -107,28 +106,29 @@ def for_steps(device: torch.device, ledger: Ledger) -> int:
     return {"cpu": WORKING, "cuda": GPU_WORKING}.get(device.type, 0) if ledger.mixtures else 0
 
 
-def verdict(need: int, have: int, placed: int | NotEnoughMemory | None, limits: Allowed) -> tuple[bool, str]:
+def verdict(need: int, have: int, placed: Placed | NotEnoughMemory | None, limits: Allowed) -> tuple[bool, str]:
     """Whether all of a model fits, and how to say so; `placed` is what loading it on a CPU would do."""
     if need > have:
         return False, f"{size(need - have)} too little"
     if isinstance(placed, NotEnoughMemory):
         return False, "too little to load it"
-    if placed is not None and limits.expert_cache is None:  # nobody asked for experts on disk
+    if placed is not None and placed.cache is not None and limits.expert_cache is None:  # which nobody asked for
         return False, "too little for all experts"
     return True, "it fits"
 
 
 def foretold(
-    trace: Routes, ledger: Ledger, account: Account, limits: Allowed, cache: int | None, gpu: Gpu | None,
-    resident: float,
+    trace: Routes, ledger: Ledger, account: Account, limits: Allowed,
+    placed: Placed | NotEnoughMemory | None, gpu: Gpu | None, resident: float,
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:  # fmt: skip
     """What recorded routes say of the tiers that a run would have: beside a GPU it reads from disk where --expert-cache
-    says so; `cache` is what a run on a CPU would keep in memory, None if that is not known or all."""
+    says so; `placed` is where a run on a CPU would have them."""
     if gpu is None:
-        return on_disk(trace, ledger, account, cache, resident)
+        cache, direct = (None, limits.limited) if placed is None or isinstance(placed, NotEnoughMemory) else placed
+        return on_disk(trace, ledger, account, limits.expert_cache if cache is None else cache, resident, direct)
     if limits.expert_cache is not None:
         slots = slots_beside(ledger, account, gpu.free, on_disk=True)
-        return on_disk(trace, ledger, account, limits.expert_cache, gpu.resident, Above(gpu, slots))
+        return on_disk(trace, ledger, account, limits.expert_cache, gpu.resident, limits.limited, Above(gpu, slots))
     all_fit = room_beside(ledger, account, gpu.free).all_fit
     return beside_gpu(trace, ledger, account, gpu, None if all_fit else slots_beside(ledger, account, gpu.free))
 
@@ -147,32 +147,32 @@ def known_gpu(
     return Gpu(free, copy_bandwidth(device.type, args.copy_gbps), resident if here else None)
 
 
-def experts_in_memory(limits: Allowed, ledger: Ledger, account: Account) -> int | NotEnoughMemory | None:
-    """Bytes of experts that a run on a CPU would keep in memory; None: all; or why it would be refused."""
+def experts_in_memory(limits: Allowed, ledger: Ledger, account: Account) -> Placed | NotEnoughMemory:
+    """Where the experts of a run on a CPU would be, or why it would be refused."""
     from ..fitting import TEXT, place
 
     text = account.cache(min(account.context, TEXT), wide=True)
     try:
-        return place(limits, ledger, text, account.experts_per_token).cache
+        return place(limits, ledger, text, account.experts_per_token)
     except NotEnoughMemory as error:
         return error
 
 
-def tiered(cache: int | NotEnoughMemory | None, ledger: Ledger, account: Account, bandwidth: float) -> dict[str, Any]:
+def tiered(placed: Placed | NotEnoughMemory, ledger: Ledger, account: Account, bandwidth: float) -> dict[str, Any]:
     """Where weights would lie, and what that costs a token; every expert as likely as any other, without a trace.
 
     `even_so`: why they fit nowhere. A plan is asked before there is a machine, so that is an answer.
     """
     from ..disk import expert_bandwidth
 
-    if isinstance(cache, NotEnoughMemory):
-        return {"expert_cache_bytes": None, "experts_read_per_token": None, "even_so": str(cache)}
-    if cache is None:
+    if isinstance(placed, NotEnoughMemory):
+        return {"expert_cache_bytes": None, "experts_read_per_token": None, "even_so": str(placed)}
+    if (cache := placed.cache) is None:
         return {"expert_cache_bytes": None, "experts_read_per_token": 0.0}
     missing = 1 - min(cache / account.experts, 1)
     needed = account.experts_per_token * len(ledger.mixtures)
     read = missing * account.experts * account.experts_per_token / account.expert_count
-    disk = expert_bandwidth(ledger)
+    disk = expert_bandwidth(ledger, placed.direct)
     seconds = (account.read_per_token + STATE_ROUND_TRIP * account.state(wide=True)) / bandwidth + read / disk
     return {
         "expert_cache_bytes": cache, "experts_on_disk_bytes": max(account.experts - cache, 0),
@@ -196,7 +196,7 @@ def beside_device(
     if limits.expert_cache is None and room_beside(ledger, account, have).all_fit:
         return {"experts_in_host_memory_bytes": 0}
     try:
-        cache = place_beside(limits, ledger, account.experts_per_token).cache
+        cache, direct = place_beside(limits, ledger, account.experts_per_token)
         slots = slots_beside(ledger, account, have, on_disk=cache is not None)
     except NotEnoughMemory as error:
         return {"experts_in_host_memory_bytes": None, "even_so": str(error)}
@@ -212,7 +212,7 @@ def beside_device(
     }  # fmt: skip
     if cache is None:
         return found
-    read, disk = (1 - max(part, host / account.experts)) * needed, expert_bandwidth(ledger)
+    read, disk = (1 - max(part, host / account.experts)) * needed, expert_bandwidth(ledger, direct)
     return found | {
         "experts_on_disk_bytes": account.experts - host, "experts_read_per_token": read,
         "disk_bytes_per_token": read * each, "disk_bytes_per_second": disk,

@@ -57,7 +57,7 @@ def recorded(path: Path, checkpoint: Checkpoint, ledger: Ledger, account: Accoun
 
 def on_disk(
     trace: Routes, ledger: Ledger, account: Account, cache: int | None, resident: float | None,
-    above: Above | None = None,
+    direct: bool, above: Above | None = None,
 ) -> tuple[dict[str, Any], Rows]:  # fmt: skip
     """What each policy would do, with the cache that was asked for or with several."""
     from .. import expert_shares, simulation
@@ -69,7 +69,7 @@ def on_disk(
     usual = sorted({max(round(part * account.experts), least) for part in PARTS})
     budgets = usual if cache is None else [cache]
     shares = [expert_shares.plan(mixtures, budget, account.experts_per_token) for budget in budgets]
-    disk, bus = expert_bandwidth(ledger), above.gpu.bus if above else None
+    disk, bus = expert_bandwidth(ledger, direct), above.gpu.bus if above else None
     found: list[dict[str, Any]] = []
     for share, policy in ((share, policy) for share in shares for policy in POLICIES):
         one = simulation.simulate(trace, share, policy, above.slots if above else None)

@@ -205,15 +205,15 @@ class Api:
         }
 
     def _of_experts(self) -> dict[str, tuple[str, metrics.Value]]:
-        """Of a model whose experts are on disk."""
-        if (residency := self.service.model.residency) is None:
+        """Of a model whose experts are on disk, or beside a GPU."""
+        residency, reads = self.service.model.residency, self.service.scheduler.reads.value
+        if residency is None or reads is None:
             return {}
-        reads = residency.reads
         return {
             "expert_cache_bytes": ("Memory of experts.", residency.nbytes),
-            "expert_cache_hits_total": ("Experts that were in memory when needed.", reads.needed - reads.missing),
-            "expert_cache_misses_total": ("Experts that had to be read.", reads.missing),
-            "expert_read_bytes_total": ("Bytes of experts read.", reads.bytes),
+            "expert_cache_hits_total": ("Experts that were where they are computed.", reads.needed - reads.missing),
+            "expert_cache_misses_total": ("Experts that had to be read or copied.", reads.missing),
+            "expert_read_bytes_total": ("Bytes of experts read or copied.", reads.bytes),
             "expert_read_seconds_total": ("Time in which they were read.", reads.seconds),
             "expert_read_stalls_total": ("Times that a read seemed to have no end.", residency.stalls),
         }
