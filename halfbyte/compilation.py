@@ -56,14 +56,25 @@ def _steps(model: Decoder, slots: int) -> None:
         sample(logits, Sampling(temperature), row, row)
     if model.device.type == "cuda":
         sizes = step_sizes(slots, model.device)
-    else:  # a step of one takes what one of any number takes
+    else:  # a step of one takes what one of any number takes, but for how tokens are drawn
         sizes = [1] if replays else []
+        if slots > 1:
+            _draw_in_every_way(model, slots)
     for size in sizes:
         cache = model.new_cache(size, ROWS)
         if replays:
             rehearse(model, cache, size)
         else:
             model(cache.plan([(slot, [0]) for slot in range(size)]), cache)
+
+
+def _draw_in_every_way(model: Decoder, slots: int) -> None:
+    """What strangers may ask for: one who is the first to must not keep the others waiting."""
+    zeros = torch.zeros(slots, dtype=torch.int64)
+    half, top_k = torch.full((slots,), 0.5), torch.ones(slots, dtype=torch.int32)
+    counts = torch.zeros(slots, model.vocabulary, dtype=torch.int32)
+    logits = torch.zeros(slots, model.vocabulary, dtype=model.dtype)
+    sample(logits, Sampling(half, top_k, half, half, half, half, half, counts), zeros, zeros)
 
 
 def _subject(model: Decoder, slots: int) -> str:

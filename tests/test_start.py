@@ -289,6 +289,30 @@ print([made.__name__ for made in KERNELS if len(made.signatures) != ready.get(ma
     assert done.stdout == "[]\n", done.stdout + done.stderr
 
 
+def test_nothing_is_compiled_for_the_first_who_draws_otherwise():
+    """Several at a time, by everything that a request may ask for; in a process of its own, as above."""
+    code = f"""
+from halfbyte.compilation import compile_kernels
+from halfbyte.engine import Engine, Request
+from halfbyte.loading import load_model
+from halfbyte.sampling import SamplingParams
+model = load_model({str(TINY)!r})
+compile_kernels(model, slots=16)
+from halfbyte.kernels.numba.compiled import KERNELS
+ready = {{made: len(made.signatures) for made in KERNELS}}
+engine = Engine(model, model.new_cache(16, 16))
+drawn = dict(temperature=0.8, top_k=20, top_p=0.9)
+penalised = dict(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1)
+for more in ({{}}, drawn, drawn | dict(min_p=0.1), drawn | penalised) * 4:
+    engine.submit(Request([5, 6, 7, 8], 5, SamplingParams(**more)))
+while engine.busy:
+    engine.step()
+print([made.__name__ for made in KERNELS if len(made.signatures) != ready.get(made)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
 def test_compilation_is_shown(monkeypatch, capsys):
     monkeypatch.setattr(progress, "PLAIN_EVERY", 0.0)
     shown = progress.kernels()
