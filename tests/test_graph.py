@@ -1,6 +1,7 @@
 """Recorded steps: replays give the bits of the step itself, whatever the model, and read nothing back on the way."""
 
 from collections import Counter
+from inspect import signature
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from model_goldens import CLOSE, FOLDER, NAMES
 from test_decoding import all_of, different_lengths
 
 from halfbyte.cache import Cache
+from halfbyte.cases import CASES
 from halfbyte.decoding import DecodeStep
 from halfbyte.engine import Engine
 from halfbyte.fusion import FUSIONS, fuse
-from halfbyte.graph import bound, record, run_all
+from halfbyte.graph import CHANGED, bound, record, run_all
 from halfbyte.loading import load_model
 from halfbyte.ops.attention import attention
 from halfbyte.ops.cache import append
@@ -21,6 +23,17 @@ from halfbyte.ops.rowwise import rms_norm
 from halfbyte.ops.sampling import Sampling, sample
 from halfbyte.sampling import Sampler, SamplingParams
 from halfbyte.step import Run, Step
+
+
+def test_recording_knows_what_ops_change_in_place():
+    """By hand, since a wrapper sees only positions; a case says it by name."""
+    told = {(case.op.__name__, name) for case in CASES for name in case.mutates}
+    assert told and told == {
+        (op, list(signature(case.op).parameters)[at])
+        for op, at in CHANGED.items()
+        for case in CASES
+        if case.op.__name__ == op and case.mutates
+    }
 
 
 def int32(values):

@@ -117,7 +117,7 @@ def read_schema(args: argparse.Namespace) -> str | None:
     if given is None:
         return None
     if find_spec("llguidance") is None:
-        args.parser.error("argument --json-schema: llguidance must be installed: pip install 'halfbyte[serve]'")
+        args.parser.error("argument --json-schema: llguidance must be installed: pip install llguidance")
     from .. import grammar
 
     try:

@@ -56,7 +56,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve a model over HTTP, as OpenAI's API. Ctrl-C or SIGTERM lets replies under way end first."""
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        args.parser.error(f"{', '.join(missing)} must be installed to serve: pip install 'halfbyte[serve]'")
+        args.parser.error(f"{', '.join(missing)} must be installed to serve: pip install {' '.join(missing)}")
     import logging
 
     from ..server import app as application
