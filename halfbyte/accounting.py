@@ -59,7 +59,7 @@ def skeleton(folder: Path | str) -> tuple[Checkpoint, Ledger, Account]:
     checkpoint = checkpoints.open(folder, set(MODELS))
     weights = checkpoint.weights("meta")
     model = MODELS[checkpoint.config.model_type](checkpoint.config, weights)
-    weights.finish(layers=len(model.layers))
+    weights.finish(model.further_layers)
     return checkpoint, weights.ledger, account(checkpoint, model, weights.ledger)
 
 

@@ -159,7 +159,7 @@ def load(folder: Path, way: Load) -> list[object]:
     layers = opened.config.size("num_hidden_layers")
     skeleton = opened.weights("meta")
     build(skeleton, layers)
-    skeleton.finish(layers)
+    skeleton.finish()
     return build(skeleton.load("cpu", load=way), layers)
 
 

@@ -75,7 +75,7 @@ def load_model(
         fingerprint += use_fewer_experts(checkpoint.config, top_k_experts)
     skeleton = checkpoint.weights("meta")
     made = build(checkpoint.config, skeleton)
-    skeleton.finish(layers=len(made.layers))
+    skeleton.finish(made.further_layers)
     checkpoint.config.log_unread()
     allowed = allowed or Allowed()
     if expert_cache is not None:

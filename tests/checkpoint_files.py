@@ -89,7 +89,7 @@ def skeleton(folder):
     """A checked skeleton of the toy model."""
     weights = checkpoint.open(folder, {"toy"}).weights("meta")
     Toy(weights)
-    weights.finish(layers=1)
+    weights.finish(further=range(1, 2))
     return weights
 
 

@@ -61,7 +61,7 @@ def lent(folder, residency):
     checkpoint = checkpoints.open(folder, set(MODELS))
     build, empty = MODELS[checkpoint.config.model_type], checkpoint.weights("meta")
     skeleton = build(checkpoint.config, empty)
-    empty.finish(layers=len(skeleton.layers))
+    empty.finish(skeleton.further_layers)
     found = residency(empty.ledger, skeleton)
     model = build(checkpoint.config, empty.load(CPU, lenders=found.lenders))
     model.residency = found

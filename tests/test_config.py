@@ -230,6 +230,64 @@ def test_full_attention_may_be_said_of_every_layer(tmp_path):
     assert skeleton(folder)[2] == skeleton(FOLDER / "qwen3_moe-4bit")[2]
 
 
+def with_config(tmp_path, name, change):
+    """A golden model whose settings a function has changed."""
+    folder = Path(shutil.copytree(FOLDER / name, tmp_path / "model"))
+    values = json.loads((folder / "config.json").read_text())
+    change(values)
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *((name, key) for name in ("qwen3_5_moe-4bit", "gemma4_moe-4bit", "deepseek_v3-4bit")
+          for key in ("max_position_embeddings", "rms_norm_eps")),
+        ("qwen3_5_moe-4bit", "linear_conv_kernel_dim"), ("gemma4_moe-4bit", "sliding_window"),
+    ],
+)  # fmt: skip
+def test_what_mlx_lm_takes_for_granted_may_be_left_out(tmp_path, name, key):
+    account = skeleton(with_config(tmp_path, name, lambda values: values.pop(key)))[2]
+    assert account.weights == skeleton(FOLDER / name)[2].weights
+
+
+@pytest.mark.parametrize("name", sorted({"qwen3_5_moe-4bit", "gemma4_moe-4bit", "qwen3_moe-4bit", "deepseek_v3-4bit"}))
+def test_fewer_layers_than_the_file_has_are_no_model(tmp_path, name):
+    def fewer(values):
+        values["num_hidden_layers"] -= 2
+        values.pop("layer_types", None)
+
+    with pytest.raises(CheckpointError, match=r"layers\.\d.*the model has no use for this tensor"):
+        skeleton(with_config(tmp_path, name, fewer))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "why"),
+    [
+        ("deepseek_v3-4bit", "n_group", 3, "3 groups cannot have the same number of 8 experts"),
+        ("deepseek_v3-4bit", "topk_group", 1, "4 are more than the 2 experts of topk_group groups"),
+        ("gemma4_e-4bit", "num_kv_shared_layers", 6, "no layer before the last 6 is of full_attention"),
+    ],
+)
+def test_numbers_that_cannot_be_together_are_refused(tmp_path, name, key, value, why):
+    with pytest.raises(CheckpointError, match=rf"config\.json: \w+: {why}"):
+        skeleton(with_config(tmp_path, name, lambda values: values.update({key: value})))
+
+
+def test_a_head_in_the_file_counts_where_only_the_outer_config_says_it_is_tied(tmp_path):
+    """mlx-lm asks text_config alone, in which it is not."""
+
+    def nested(values):
+        text = {key: values.pop(key) for key in [*values] if key not in ("model_type", "quantization_config")}
+        del text["tie_word_embeddings"]
+        values.update(text_config=text, tie_word_embeddings=True)
+
+    name = "qwen3_5_moe-4bit"
+    ours, outer = skeleton(FOLDER / name)[2], skeleton(with_config(tmp_path, name, nested))[2]
+    assert outer.weights == ours.weights and outer.read_per_token == ours.read_per_token
+
+
 def test_unread_keys_are_logged_once(caplog):
     found = settings(hidden_size=1, use_cache=True, novelty=1, rope={"theta": 1.0, "twist": 2}, text_config={"deep": 1})
     found.size("hidden_size")

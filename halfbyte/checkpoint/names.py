@@ -38,14 +38,15 @@ def canonical(name: str) -> str:
     return name
 
 
-def left_out(name: str, layers: int | None = None) -> str | None:
-    """Why a tensor of this canonical name is not loaded; None where it should be."""
+def left_out(name: str, further: range = range(0)) -> str | None:
+    """Why a tensor of this canonical name is not loaded; None where it should be. `further`: layers that predict
+    tokens beyond the next, behind those of the model."""
     if reason := LEFT_OUT.get(name.split(".", 1)[0]):
         return reason
     if BUFFER.search(name):
         return "rotary buffers"
     found = LAYER.match(name)
-    if found and layers is not None and int(found[1]) >= layers:
+    if found and int(found[1]) in further:
         return "multi-token prediction"
     return None
 

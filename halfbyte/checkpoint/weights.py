@@ -1,7 +1,7 @@
 """What models are built from: the tensors of a checkpoint, by name, below a prefix.
 
 A skeleton, `w = checkpoint.weights("meta")`, reads nothing and collects every fault of what is asked for; after
-`model = Model(config, w)`, `w.finish(layers)` raises with all that is missing, misshapen or left over, and
+`model = Model(config, w)`, `w.finish(further)` raises with all that is missing, misshapen or left over, and
 `Model(config, w.load("cuda"))` is the same model, filled.
 """
 
@@ -80,12 +80,12 @@ class Weights:
         tensors = self.ledger.checkpoint.tensors
         self.ledger.taken |= {one for one in tensors if one == full or one.startswith(f"{full}.")}
 
-    def finish(self, layers: int | None = None) -> None:
-        """Raise with everything found wrong, leftovers included. Layers from `layers` on are left out."""
+    def finish(self, further: range = range(0)) -> None:
+        """Raise with everything found wrong, leftovers included. Layers that are `further` ones are left out."""
         checkpoint, problems = self.ledger.checkpoint, list(self.ledger.problems)
         out: Counter[str] = Counter()
         for name in sorted(checkpoint.tensors.keys() - self.ledger.taken):
-            reason = names.left_out(name, layers)
+            reason = names.left_out(name, further)
             if reason is None:
                 problems.append(f"{shown(name)}: the model has no use for this tensor")
             else:

@@ -120,7 +120,7 @@ def check(folder: Path) -> None:
     """What was written must load: headers are read back, and the model built as a skeleton."""
     checkpoint = checkpoints.open(folder, set(MODELS))
     weights = checkpoint.weights("meta")
-    weights.finish(layers=len(MODELS[checkpoint.config.model_type](checkpoint.config, weights).layers))
+    weights.finish(MODELS[checkpoint.config.model_type](checkpoint.config, weights).further_layers)
 
 
 def tagged(value: Any) -> Any:

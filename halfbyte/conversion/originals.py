@@ -68,14 +68,14 @@ def open(folder: Path | str) -> Original:
     alike = as_mlx(stored, block)
     states = {shard.path: shard.state for shard in found}
     recorder = Recorder(Ledger(Checkpoint(folder, config, quantisation, alike, states, ""), torch.device("meta")))
-    layers = len(MODELS[config.model_type](config, recorder).layers)
-    recorder.finish(layers=layers)
+    model = MODELS[config.model_type](config, recorder)
+    recorder.finish(model.further_layers)
     sources = recorder.sources(states, raw)
     used = {piece.stored.name for source in sources for span in source.spans.values() for piece in span.pieces}
     unused = [name for name, one in alike.items() if one.name not in used]
-    left_out = Counter(names.left_out(name, layers) or "tied or shared weights" for name in unused)
+    left_out = Counter(names.left_out(name, model.further_layers) or "tied or shared weights" for name in unused)
     size = sum(one.size for one in stored.values())
-    return Original(folder, values, config, family, quantisation, layers, sources, left_out, size)
+    return Original(folder, values, config, family, quantisation, len(model.layers), sources, left_out, size)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -63,12 +63,14 @@ class Decoder:
     `own_head`: a head in the file counts, whatever the config says of tied ones.
     """
 
+    USUAL_CONTEXT = 131072  # where the config does not say, as mlx-lm takes it
+
     def __init__(
         self, config: Config, weights: Weights, H: int, eps: float, *, tied: bool = False, own_head: bool = False
     ) -> None:
         self.model_type, self.device, self.dtype = config.model_type, weights.device, torch.float32
         self.vocabulary = config.integer("vocab_size", 1, limits.VOCABULARY)
-        self.context = config.integer("max_position_embeddings", 1)
+        self.context = config.integer("max_position_embeddings", 1, default=self.USUAL_CONTEXT)
         self.embedding = Embedding(weights, "embed_tokens", self.vocabulary, H)
         self.norm = Norm(weights, "norm", H, eps)
         self.tied = config.flag("tie_word_embeddings", default=tied) and not (own_head and "lm_head" in weights)
@@ -84,12 +86,18 @@ class Decoder:
         self.guard: Guard | None = None  # of the files, where weights are maps of them
         self.compiled = False  # whether compilation.py has seen to its kernels
         self.layers: list[Any] = []
+        self.further = 0  # layers of the file behind these that are no part of the model
 
     @staticmethod
     def places(config: Config, weights: Weights) -> list[Weights]:
-        """The weights of each layer; what stands behind the last one predicts further tokens, and is left out."""
+        """The weights of each layer."""
         count = config.integer("num_hidden_layers", 1, limits.LAYERS)
         return [weights / f"layers.{index}" for index in range(count)]
+
+    @property
+    def further_layers(self) -> range:
+        """Layers in the file, behind the model's, that predict tokens beyond the next: not used."""
+        return range(len(self.layers), len(self.layers) + self.further)
 
     @property
     def turn(self) -> AbstractContextManager[Any]:

@@ -19,19 +19,22 @@ from ..ops.routing import route
 from ..step import Run, Step
 from . import rotary
 from .decoder import Decoder, Layer
-from .layers import GatedMLP, Linear, MixtureBlock, Norm
+from .layers import EPS, GatedMLP, Linear, MixtureBlock, Norm
 
 INNER_EPS = 1e-6  # of the norms inside attention, whatever the config says
 
 
 class DeepseekV3(Decoder):
+    USUAL_CONTEXT = 2048
+
     def __init__(self, config: Config, weights: Weights) -> None:
-        H, eps = config.integer("hidden_size", 1, limits.HIDDEN), config.number("rms_norm_eps", 0.0, 1.0)
+        H, eps = config.integer("hidden_size", 1, limits.HIDDEN), config.number("rms_norm_eps", 0.0, 1.0, EPS)
         config.must_be("hidden_act", "silu")
         config.must_be("topk_method", "noaux_tc")
         config.must_be("scoring_func", "sigmoid")
         config.must_be("rope_interleave", True)
         super().__init__(config, weights, H, eps, own_head=True)
+        self.further = config.integer("num_nextn_predict_layers", 0, limits.LAYERS, default=1)
         self.expert_count = config.integer("n_routed_experts", 1, limits.EXPERTS, default=0)
         if self.expert_count:
             self.experts_per_token = config.integer("num_experts_per_tok", 1, self.expert_count)
@@ -143,6 +146,10 @@ class SigmoidRouter:
             config.integer("n_group", 1, E, default=1),
             config.integer("topk_group", 1, E, default=1),
         )
+        if E % self.groups:
+            config.refuse("n_group", f"{self.groups} groups cannot have the same number of {E} experts")
+        if self.groups > 1 and self.k > (some := self.kept * (E // self.groups)):
+            config.refuse("num_experts_per_tok", f"{self.k} are more than the {some} experts of topk_group groups")
         # One expert alone counts by its score, as in DeepSeek's own code; transformers would make it 1.
         self.renormalise = self.k > 1 and config.flag("norm_topk_prob", default=True)
         self.scaling = config.number("routed_scaling_factor", default=1.0)

@@ -17,14 +17,14 @@ from ..ops.rowwise import glu, rms_norm_many, softcap
 from ..step import Step
 from .decoder import Decoder
 from .gemma4_attention import FULL, SLIDING, GemmaAttention
-from .layers import GatedMLP, Linear, Norm
+from .layers import EPS, GatedMLP, Linear, Norm
 
 ACTIVATION = "gelu_tanh"
 
 
 class Gemma4(Decoder):
     def __init__(self, config: Config, weights: Weights) -> None:
-        self.H, self.eps = config.integer("hidden_size", 1, limits.HIDDEN), config.number("rms_norm_eps", 0.0, 1.0)
+        self.H, self.eps = config.integer("hidden_size", 1, limits.HIDDEN), config.number("rms_norm_eps", 0.0, 1.0, EPS)
         config.must_be("hidden_activation", "gelu_pytorch_tanh")
         config.must_be("attention_bias", False)
         config.must_be("use_bidirectional_attention", (None, "vision"), default=None)
@@ -36,6 +36,11 @@ class Gemma4(Decoder):
         kinds = self.kinds(config)
         shared = config.integer("num_kv_shared_layers", 0, len(kinds) - 1, default=0)
         owners = {kind: index for index, kind in enumerate(kinds[: len(kinds) - shared])}
+        if orphans := set(kinds) - owners.keys():
+            config.refuse(
+                "num_kv_shared_layers",
+                f"no layer before the last {shared} is of {min(orphans)}, so that none has keys for them",
+            )
         self.owner = [index if index < len(kinds) - shared else owners[kind] for index, kind in enumerate(kinds)]
         usual = config.usual("hidden_size_per_layer_input", 256, 0)
         self.own_width = config.integer("hidden_size_per_layer_input", 0, limits.HIDDEN, default=usual)

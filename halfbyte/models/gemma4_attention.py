@@ -37,7 +37,7 @@ class GemmaAttention:
         keys_only = full and config.flag("attention_k_eq_v", default=False)
         if keys_only:
             self.kv_heads = config.integer("num_global_key_value_heads", 1, 4096, default=self.kv_heads)
-        self.window = None if full else config.integer("sliding_window", 1)
+        self.window = None if full else config.integer("sliding_window", 1, default=512)
         self.q, self.o = (
             Linear(weights, "q_proj", self.heads * self.D, H),
             Linear(weights, "o_proj", H, self.heads * self.D),

@@ -22,6 +22,8 @@ from ..ops.rowwise import glu, rms_norm
 from ..step import Run, Step
 from .rotary import Rope
 
+EPS = 1e-6  # of norms, where the config does not say
+
 
 def wide_on_cpu(weight: Tensor) -> Tensor:
     """A vector of weights as CPU kernels compute with it: widened once, which is exact, instead of at every call."""

@@ -7,7 +7,7 @@ from ..checkpoint import Weights
 from ..config import Config
 from . import rotary
 from .decoder import Decoder, Layer
-from .layers import Attention, GatedMLP, MixtureBlock, SoftmaxRouter
+from .layers import EPS, Attention, GatedMLP, MixtureBlock, SoftmaxRouter
 
 
 class Qwen3(Decoder):
@@ -38,7 +38,7 @@ def sizes(config: Config) -> tuple[int, int, int, int, float]:
     H, heads = config.integer("hidden_size", 1, limits.HIDDEN), config.integer("num_attention_heads", 1, 4096)
     kv_heads = config.integer("num_key_value_heads", 1, 4096, default=heads)
     D = config.integer("head_dim", 1, 512, default=H // heads)
-    return H, heads, kv_heads, D, config.number("rms_norm_eps", 0.0, 1.0)
+    return H, heads, kv_heads, D, config.number("rms_norm_eps", 0.0, 1.0, EPS)
 
 
 def expert_counts(config: Config) -> tuple[int, int]:

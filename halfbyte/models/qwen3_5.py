@@ -27,7 +27,9 @@ class Qwen3_5(Decoder):
     def __init__(self, config: Config, weights: Weights) -> None:
         H, heads, kv_heads, D, eps = sizes(config)
         config.must_be("attn_output_gate", True)
-        super().__init__(config, weights, H, eps)
+        # mlx-lm asks text_config alone; files that it wrote with a head have one, whatever is said outside.
+        outside = bool(config.nested) and "tie_word_embeddings" not in config.nested
+        super().__init__(config, weights, H, eps, own_head=outside)
         older = config.model_type == "qwen3_next"
         said = rotary.section(config) if older else config.section("rope_parameters") or rotary.section(config)
         turn = rotary.read(config, D, weights.device, partial=0.25, theta=1e4 if older else THETA, settings=said)
@@ -73,7 +75,7 @@ class GatedDeltaNet:
         self.Dk, self.Dv = (config.integer(f"linear_{name}_head_dim", 1, 512) for name in ("key", "value"))
         if self.Hv % self.Hk:
             config.refuse("linear_num_value_heads", f"{self.Hv} is no multiple of the {self.Hk} key heads")
-        self.width = config.integer("linear_conv_kernel_dim", 2, 64)
+        self.width = config.integer("linear_conv_kernel_dim", 2, 64, default=4)
         self.C = 2 * self.Hk * self.Dk + self.Hv * self.Dv
         if "in_proj_qkvz" in weights:
             self.qkv, self.z, self.b, self.a = self._unmixed(weights, H)
