@@ -76,12 +76,12 @@ def wish(given: Given, model: Model, settings: Settings) -> Wish:
     spoken = [turn for message in given["messages"] for turn in _turns(message)]
     if not spoken or spoken[-1]["role"] == "assistant":
         raise wrong("messages", BEGUN)
-    made.messages = schema.bounded([*system, *spoken], model, settings)
+    made.messages = [*system, *spoken]
     choice = given["tool_choice"] or {"type": "auto"}
     kind = {"any": "required", "tool": "named"}.get(choice["type"], choice["type"])
     schema.choose(made, [_tool(one) for one in given["tools"] or []], kind, choice.get("name"))
     made.single = bool(choice.get("disable_parallel_tool_use"))
-    return made
+    return schema.bounded(made, model, settings)
 
 
 def _tool(given: Given) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,11 +122,14 @@ class Prompts(Field):
         return {"anyOf": [*one, {"type": "array", "items": {"anyOf": one}, "minItems": 1, "maxItems": self.most}]}
 
 
-def bounded(texts: list[str], limit: int) -> None:
+def bounded(texts: Iterable[str], limit: int) -> None:
     """No prompt of this model has more bytes, so a longer one is not even tokenised."""
-    if sum(len(text.encode("utf-8", "replace")) for text in texts) > limit:
-        said = f"The prompt has more than {limit} bytes, which no prompt of this model has."
-        raise Refused(413, said, code="prompt_too_long")
+    left = limit
+    for text in texts:
+        left -= len(text.encode("utf-8", "replace"))
+        if left < 0:
+            said = f"The prompt has more than {limit} bytes, which no prompt of this model has."
+            raise Refused(413, said, code="prompt_too_long")
 
 
 def function(limit: int) -> Table:
