@@ -105,6 +105,32 @@ def test_a_prompt_beyond_the_context_is_refused_by_its_bytes_wherever_they_stand
     well(server)
 
 
+EMPTY = [{"type": "text", "text": ""}] * 256
+MANY = {
+    "calls": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 127}] * 1400,
+    "parts": [{"role": "user", "content": EMPTY}] * 1000,
+}
+
+
+@pytest.mark.quiet
+@pytest.mark.parametrize("name", MANY)
+def test_many_empty_items_are_refused_by_their_number(server, name):
+    """At once, and nobody else waits for that: of three tries, the best one."""
+    body, took, longest = json.dumps({"messages": MANY[name]}), [], []
+    for _ in range(3):
+        ended = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            watched = pool.submit(latency, server, ended)
+            start = time.monotonic()
+            response = server.http.post(CHAT, content=body)
+            took.append(time.monotonic() - start)
+            ended.set()
+            longest.append(watched.result())
+        assert response.status_code == 400 and "at most 8192 messages, parts and" in error(response)["message"]
+    assert min(took) < 3 and min(longest) < 0.5
+    well(server)
+
+
 def test_row_32_a_prompt_beyond_the_context(server):
     text = "I want a story about foxes and hens. " * 1000
     assert refused(server, {"messages": [{"role": "user", "content": text}]})["code"] == "context_length_exceeded"

@@ -45,7 +45,8 @@ def count(model: Model, settings: Settings) -> Table:
     choices = {"auto": alone, "any": alone, "none": Table({}), "tool": named}
     kinds = dict.fromkeys(("enabled", "adaptive", "disabled"), Table({"budget_tokens": Integer(1, MOST)}))
     fields: dict[str, Field] = {
-        **tables.common(model, settings), "messages": Items(message, 1, settings.max_messages), "system": said,
+        **tables.common(model, settings), "system": said,
+        "messages": tables.Conversation(message, 1, settings.max_messages, most=settings.max_items),
         "max_tokens": Integer(1, MOST), "stop_sequences": tables.stops(settings), "metadata": Object(),
         "tools": Items(Table(tool, ("name", "input_schema")), 0, settings.max_tools),
         "tool_choice": Tagged(choices, "the type 'auto', 'any', 'tool' or 'none'"),

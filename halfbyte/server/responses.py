@@ -34,7 +34,8 @@ def _items(settings: Settings) -> Items:
         "function_call_output": Table({"call_id": Text(), "output": content}, ("call_id", "output")),
         "reasoning": Table({"summary": texts, "content": texts}),
     }  # fmt: skip
-    return Items(Tagged(items, ITEMS, default="message"), 1, settings.max_messages)
+    kinds = Tagged(items, ITEMS, default="message")
+    return tables.Conversation(kinds, 1, settings.max_messages, most=settings.max_items)
 
 
 def table(model: Model, settings: Settings) -> Table:
