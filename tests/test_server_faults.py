@@ -71,6 +71,66 @@ def test_row_31_a_million_tokens_are_refused_by_their_bytes(server):
     well(server)
 
 
+WORDS = json.dumps({"a": "word " * 600_000})
+CALLED = [{"id": "c1", "function": {"name": "f", "arguments": WORDS}}]
+FUNCTIONS = [{"name": f"f{i}", "description": "word " * 10_000} for i in range(64)]  # 50 KB each, as a tool may have
+NUMBERED = {"name": "f", "parameters": {"enum": [*range(5000)]}}
+ASKED = {"role": "user", "content": "Hi"}
+BEYOND = {
+    "chat, calls": (CHAT, {"messages": [ASKED, {"role": "assistant", "tool_calls": CALLED}, ASKED]}),
+    "chat, calls with objects": (CHAT, {"messages": [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": json.loads(WORDS)}}]}, ASKED]}),
+    "chat, tools": (CHAT, {"tools": [{"type": "function", "function": one} for one in FUNCTIONS]}),
+    "chat, tools of numbers": (CHAT, {"tools": [{"type": "function", "function": NUMBERED}] * 10}),
+    "completions": (COMPLETIONS, {"prompt": ["Hi", WORDS]}),
+    "tokenize": ("/tokenize", {"messages": [{"role": "assistant", "tool_calls": CALLED}, ASKED]}),
+    "responses, calls": ("/v1/responses", {"input": [
+        ASKED, {"type": "function_call", "call_id": "c1", "name": "f", "arguments": WORDS}]}),
+    "responses, tools": ("/v1/responses", {
+        "input": "Hi", "tools": [{"type": "function", **one} for one in FUNCTIONS]}),
+    **{f"{path}, {name}": (path, body) for path in ("/v1/messages", "/v1/messages/count_tokens") for name, body in {
+        "calls": {"messages": [ASKED, {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "c1", "name": "f", "input": json.loads(WORDS)}]}, ASKED]},
+        "tools": {"messages": [ASKED], "tools": [
+            {"name": one["name"], "input_schema": {"description": one["description"]}} for one in FUNCTIONS]},
+    }.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), BEYOND.values(), ids=BEYOND)
+def test_a_prompt_beyond_the_context_is_refused_by_its_bytes_wherever_they_stand(server, path, body):
+    """In calls and in tools too, which templates write."""
+    response = server.post(path, {"messages": [ASKED], "max_tokens": 2} | body)
+    assert response.status_code == 413 and "no prompt of this model has" in response.json()["error"]["message"]
+    well(server)
+
+
+EMPTY = [{"type": "text", "text": ""}] * 256
+MANY = {
+    "calls": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 127}] * 1400,
+    "parts": [{"role": "user", "content": EMPTY}] * 1000,
+}
+
+
+@pytest.mark.quiet
+@pytest.mark.parametrize("name", MANY)
+def test_many_empty_items_are_refused_by_their_number(server, name):
+    """At once, and nobody else waits for that: of three tries, the best one."""
+    body, took, longest = json.dumps({"messages": MANY[name]}), [], []
+    for _ in range(3):
+        ended = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            watched = pool.submit(latency, server, ended)
+            start = time.monotonic()
+            response = server.http.post(CHAT, content=body)
+            took.append(time.monotonic() - start)
+            ended.set()
+            longest.append(watched.result())
+        assert response.status_code == 400 and "at most 8192 messages, parts and" in error(response)["message"]
+    assert min(took) < 3 and min(longest) < 0.5
+    well(server)
+
+
 def test_row_32_a_prompt_beyond_the_context(server):
     text = "I want a story about foxes and hens. " * 1000
     assert refused(server, {"messages": [{"role": "user", "content": text}]})["code"] == "context_length_exceeded"

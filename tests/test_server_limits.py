@@ -14,10 +14,10 @@ from halfbyte.cli import parser
 from halfbyte.server.settings import Settings
 
 SMALL = {
-    "max_body_mb": 0.02, "max_json_depth": 6, "max_header_kb": 4, "max_headers": 20, "max_tokens_default": 3,
-    "max_n": 2, "max_tools": 1, "max_schema_kb": 1, "max_messages": 2, "max_parts": 1, "max_concurrency": 2,
-    "max_context": 400, "max_connections": 6, "prompt_cache_bytes": 0, "max_top_logprobs": 2, "max_stop": 2,
-    "max_stop_bytes": 4, "max_logit_bias": 2,
+    "max_body_mb": 0.02, "max_json_depth": 8, "max_header_kb": 4, "max_headers": 20, "max_tokens_default": 3,
+    "max_n": 2, "max_tools": 1, "max_schema_kb": 1, "max_messages": 2, "max_parts": 1, "max_items": 4,
+    "max_concurrency": 2, "max_context": 400, "max_connections": 6, "prompt_cache_bytes": 0, "max_top_logprobs": 2,
+    "max_stop": 2, "max_stop_bytes": 4, "max_logit_bias": 2,
 }  # fmt: skip
 # Those of time and lines are held in test_server_faults.py and test_server_load.py, or by servers of their own below.
 ELSEWHERE = {
@@ -26,6 +26,9 @@ ELSEWHERE = {
 }  # fmt: skip
 HI = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}
+PART = {"type": "text", "text": ""}
+CALLS = {"role": "assistant", "content": [PART], "tool_calls": [{"function": {"name": "f"}}]}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [PART]}
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +61,41 @@ def test_no_limit_can_be_nonsense(setting, capsys):
     [
         ({"messages": [HI] * 3}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 2}]}, "messages[0].content"),
+        ({"messages": [CALLS, CALLS]}, "messages"),
         ({"messages": [HI], "tools": [TOOL] * 2}, "tools"),
         ({"messages": [HI], "tools": [{**TOOL, "description": "x" * 1000}]}, "tools[0]"),
         ({"messages": [HI], "grammar": "x" * 1001}, "grammar"),
         ({"messages": [HI], "n": 3}, "n"),
-        ({"messages": [{**HI, "content": [[[[[1]]]]]}]}, None),
+        ({"messages": [{**HI, "content": [[[[[[[1]]]]]]]}]}, None),
         ({"messages": [HI], "logprobs": True, "top_logprobs": 3}, "top_logprobs"),
         ({"messages": [HI], "stop": ["a", "b", "c"]}, "stop"),
         ({"messages": [HI], "stop": "abcde"}, "stop"),
         ({"messages": [HI], "logit_bias": {"1": 1, "2": 1, "3": 1}}, "logit_bias"),
     ],
-    ids=["messages", "parts", "tools", "tool", "grammar", "n", "depth", "logprobs", "stops", "stop", "bias"],
+    ids=["messages", "parts", "items", "tools", "tool", "grammar", "n", "depth", "logprobs", "stops", "stop", "bias"],
 )  # fmt: skip
 def test_small_limits_of_requests(server, body, param):
     response = server.post(CHAT, body)
     assert response.status_code == 400 and error(response)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [CALLS, CALLS]}),
+        ("/tokenize", {"messages": [CALLS, CALLS]}),
+        ("/v1/responses", {"input": [{"type": "reasoning", "summary": [PART], "content": [PART]}] * 2}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [RESULT]}] * 2}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": [RESULT]}] * 2}),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_small_limits_of_what_is_in_messages(server, path, body):
+    """Each message may have as many, and all together may not."""
+    response = server.post(path, {"max_tokens": 1} | body)
+    assert response.status_code == 400 and "at most 4 messages, parts and calls" in response.json()["error"]["message"]
+    few = {name: items[:1] for name, items in body.items()}
+    assert "and calls" not in server.post(path, {"max_tokens": 1} | few).text
 
 
 def test_small_limits_of_size(server):

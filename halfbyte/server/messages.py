@@ -45,7 +45,8 @@ def count(model: Model, settings: Settings) -> Table:
     choices = {"auto": alone, "any": alone, "none": Table({}), "tool": named}
     kinds = dict.fromkeys(("enabled", "adaptive", "disabled"), Table({"budget_tokens": Integer(1, MOST)}))
     fields: dict[str, Field] = {
-        **tables.common(model, settings), "messages": Items(message, 1, settings.max_messages), "system": said,
+        **tables.common(model, settings), "system": said,
+        "messages": tables.Conversation(message, 1, settings.max_messages, most=settings.max_items),
         "max_tokens": Integer(1, MOST), "stop_sequences": tables.stops(settings), "metadata": Object(),
         "tools": Items(Table(tool, ("name", "input_schema")), 0, settings.max_tools),
         "tool_choice": Tagged(choices, "the type 'auto', 'any', 'tool' or 'none'"),
@@ -76,12 +77,12 @@ def wish(given: Given, model: Model, settings: Settings) -> Wish:
     spoken = [turn for message in given["messages"] for turn in _turns(message)]
     if not spoken or spoken[-1]["role"] == "assistant":
         raise wrong("messages", BEGUN)
-    made.messages = schema.bounded([*system, *spoken], model, settings)
+    made.messages = [*system, *spoken]
     choice = given["tool_choice"] or {"type": "auto"}
     kind = {"any": "required", "tool": "named"}.get(choice["type"], choice["type"])
     schema.choose(made, [_tool(one) for one in given["tools"] or []], kind, choice.get("name"))
     made.single = bool(choice.get("disable_parallel_tool_use"))
-    return made
+    return schema.bounded(made, model, settings)
 
 
 def _tool(given: Given) -> dict[str, Any]:

@@ -34,7 +34,8 @@ def _items(settings: Settings) -> Items:
         "function_call_output": Table({"call_id": Text(), "output": content}, ("call_id", "output")),
         "reasoning": Table({"summary": texts, "content": texts}),
     }  # fmt: skip
-    return Items(Tagged(items, ITEMS, default="message"), 1, settings.max_messages)
+    kinds = Tagged(items, ITEMS, default="message")
+    return tables.Conversation(kinds, 1, settings.max_messages, most=settings.max_items)
 
 
 def table(model: Model, settings: Settings) -> Table:
@@ -75,12 +76,12 @@ def wish(given: Given, model: Model, settings: Settings) -> Wish:
         given=given,
     )
     system = [{"role": "system", "content": given["instructions"]}] if given["instructions"] else []
-    made.messages = schema.bounded([*system, *_conversation(given["input"])], model, settings)
+    made.messages = [*system, *_conversation(given["input"])]
     if not any(message["role"] != "system" or message["content"] for message in made.messages):
         raise wrong("input", "a message")
     name = choice["name"] if isinstance(choice, dict) else None
     schema.choose(made, [_tool(one) for one in given["tools"] or []], "named" if name else str(choice), name)
-    return made
+    return schema.bounded(made, model, settings)
 
 
 def _tool(given: Given) -> dict[str, Any]:

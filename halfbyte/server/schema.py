@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,13 +44,13 @@ def chat(given: Given, model: Model, settings: Settings) -> Wish:
     wish = _openai(given, model, settings)
     if given["logprobs"] or given["top_logprobs"]:
         wish.logprobs = given["top_logprobs"] or 0
-    wish.messages = bounded([_message(one) for one in given["messages"]], model, settings)
+    wish.messages = [_message(one) for one in given["messages"]]
     choice = given["tool_choice"]
     name = choice["function"]["name"] if isinstance(choice, dict) else None
     choose(wish, given["tools"] or [], "named" if name else choice or "auto", name)
     wish.single = given["parallel_tool_calls"] is False
     wish.template_args = template_args(given["chat_template_kwargs"], given["reasoning_effort"])
-    return wish
+    return bounded(wish, model, settings)
 
 
 def completion(given: Given, model: Model, settings: Settings) -> Wish:
@@ -117,10 +118,25 @@ def choose(wish: Wish, tools: list[dict[str, Any]], choice: str, name: str | Non
     wish.tools = [] if choice == "none" else tools
 
 
-def bounded(messages: list[dict[str, Any]], model: Model, settings: Settings) -> list[dict[str, Any]]:
-    texts = [text for one in messages for text in one.values() if isinstance(text, str)]
-    tables.bounded(texts, settings.prompt_bytes(model.context))
-    return messages
+def bounded(wish: Wish, model: Model, settings: Settings) -> Wish:
+    """The wish of a conversation, unless its texts are more than a prompt can have."""
+    tables.bounded(_texts(wish), settings.prompt_bytes(model.context))
+    return wish
+
+
+def _texts(wish: Wish) -> Iterator[str]:
+    """All that a template may write of a conversation; objects as JSON, in its shortest form."""
+    for message in wish.messages:
+        yield from (text for text in message.values() if isinstance(text, str))
+        for one in message.get("tool_calls", ()):
+            arguments = one["function"]["arguments"]
+            yield from (one["id"], one["function"]["name"])
+            yield arguments if isinstance(arguments, str) else _json(arguments)
+    yield from map(_json, wish.tools)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _message(given: Given) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Settings:
     schema_seconds: float = limit(limits.SCHEMA_SECONDS, "of compiling a schema or a grammar", "S")
     max_messages: int = limit(4096, "of a conversation")
     max_parts: int = limit(256, "of one message")
+    max_items: int = limit(8192, "of a conversation: messages, their parts and calls of tools together")
     template_seconds: float = limit(limits.TEMPLATE_SECONDS, "of the chat template over a conversation", "S")
     template_mb: int = limit(limits.TEMPLATE_MEMORY >> 20, "of memory that the chat template may take", "MB")
     template_output_mb: int = limit(limits.TEMPLATE_OUTPUT >> 20, "of text that the chat template may make", "MB")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # What a request may say to a chat template. Anything else could take the place of what the server gives it.
 TEMPLATE_ARGS = ("enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "clear_thinking")
 EFFORTS = Choice(("none", "minimal", "low", "medium", "high", "xhigh"))
+LISTS = ("content", "tool_calls", "output", "summary")  # of a message, or of a part of one, on any route
 MOST = (1 << 31) - 1
 LEAST = 2.0**-126  # above 0 as the sampler sees it, which counts in float32: 5e-324 would be 0 there
 NAME_BYTES = 64
@@ -97,6 +98,24 @@ class TemplateArgs(Field):
 
 
 @dataclass(frozen=True)
+class Conversation(Items):
+    """Messages, or what stands for them. They are counted, with what is in them, before one of them is read."""
+
+    most: int = 0  # of all: messages, parts, calls
+
+    def read(self, value: Any, path: str) -> list[Any]:
+        count, lists = 0, [value]
+        while lists and count <= self.most:
+            if isinstance(found := lists.pop(), list):
+                count += len(found)
+                within = found if count <= self.most else []
+                lists += [one[name] for one in within if isinstance(one, Mapping) for name in LISTS if name in one]
+        if count > self.most:
+            raise wrong(path, f"at most {self.most} messages, parts and calls of tools together")
+        return super().read(value, path)
+
+
+@dataclass(frozen=True)
 class Prompts(Field):
     """One prompt or several, of text or of token ids."""
 
@@ -122,11 +141,14 @@ class Prompts(Field):
         return {"anyOf": [*one, {"type": "array", "items": {"anyOf": one}, "minItems": 1, "maxItems": self.most}]}
 
 
-def bounded(texts: list[str], limit: int) -> None:
+def bounded(texts: Iterable[str], limit: int) -> None:
     """No prompt of this model has more bytes, so a longer one is not even tokenised."""
-    if sum(len(text.encode("utf-8", "replace")) for text in texts) > limit:
-        said = f"The prompt has more than {limit} bytes, which no prompt of this model has."
-        raise Refused(413, said, code="prompt_too_long")
+    left = limit
+    for text in texts:
+        left -= len(text.encode("utf-8", "replace"))
+        if left < 0:
+            said = f"The prompt has more than {limit} bytes, which no prompt of this model has."
+            raise Refused(413, said, code="prompt_too_long")
 
 
 def function(limit: int) -> Table:
@@ -180,7 +202,7 @@ def conversation(settings: Settings) -> Items:
         "name": Text(), "tool_call_id": Text(), "reasoning_content": Text(), "reasoning": Text(),
         "tool_calls": Items(Table({"id": Text(), "function": called}, ("function",)), 0, settings.max_tools),
     }  # fmt: skip
-    return Items(Table(message, ("role",)), 1, settings.max_messages)
+    return Conversation(Table(message, ("role",)), 1, settings.max_messages, most=settings.max_items)
 
 
 def chat(model: Model, settings: Settings) -> Table:
