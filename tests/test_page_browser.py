@@ -313,6 +313,28 @@ def test_markdown_and_code(page):
     page.until("document.querySelector('#said').innerText === 'Copied'")
 
 
+WIDE = """| Feature | Description | Throughput | Compatibility | Requirements |
+|---|---|---|---|---|
+| Quantisation | Mixed-precision representation | Extraordinary | Interoperability | Uncomplicated |
+"""
+BROKEN = """[...document.querySelectorAll('th, td')].filter((cell) => {
+  const words = document.createRange();
+  words.selectNodeContents(cell);
+  return words.getClientRects().length > 1;
+}).map((cell) => cell.innerText)"""
+
+
+@pytest.mark.parametrize("width", [375, 1200])
+def test_tables_scroll_and_break_no_word(page, width):
+    page.show_as(width, 800)
+    page.reload()
+    ask(page, f"Say {WIDE.replace('Mixed-precision representation', 'Representations')}")
+    assert page.run(BROKEN) == []
+    if width == 375:
+        assert page.run("document.querySelector('.table').scrollWidth > document.querySelector('.table').clientWidth")
+    assert page.run("document.querySelector('#log').scrollWidth <= document.querySelector('#log').clientWidth")
+
+
 def test_reasoning_is_folded_and_not_sent_back(page):
     ask(page, "Say <think>First this, then that.</think>The answer.")
     assert page.text(".answer") == "The answer." and page.run("document.querySelector('.think').open") is False
