@@ -361,6 +361,30 @@ def test_a_message_is_edited(page):
     assert page.run("document.querySelectorAll('.turn').length") == 2 and "13" in page.text(".answer")
 
 
+FIRST_AGAIN = """document.querySelector('.turn.assistant [aria-label="Try again"]').click()"""
+
+
+@pytest.mark.parametrize("at", ["once", "end"])
+def test_turns_that_another_try_takes_away_come_back(page, at):
+    """As soon as they are gone, or when the new reply is there; and what is said since is not taken away by that."""
+    ask(page, FOX)
+    ask(page, "Say what follows")
+    said = page.texts(".turn .said, .turn .answer")
+    page.run(FIRST_AGAIN)
+    if at == "end":
+        page.until("!document.body.classList.contains('running')")
+    assert page.run("document.querySelectorAll('.turn').length") == 2
+    page.click("#toast button")
+    page.until("!document.body.classList.contains('running') && document.querySelectorAll('.turn').length === 4")
+    assert page.texts(".turn .said, .turn .answer") == said and page.text("#toast") == ""
+    page.reload()
+    assert page.texts(".turn .said, .turn .answer") == said
+    page.run(FIRST_AGAIN)
+    page.until("!document.body.classList.contains('running') && document.querySelector('#toast button')")
+    ask(page, "What is 2 + 2?")
+    assert page.text("#toast") == ""
+
+
 def test_trouble_is_said_and_can_be_tried_again(page):
     page.offline(True)
     ask(page, FOX)
