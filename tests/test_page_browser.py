@@ -200,6 +200,15 @@ def test_stop_stops_the_server_too(page, server, way):
     assert roles == ["user", "assistant", "user"]
 
 
+def test_a_reply_that_a_reload_cuts_was_stopped(page):
+    ask(page, "Tell me slowly about a fox.", end=False)
+    page.until("document.querySelector('.answer')?.innerText.length > 10")
+    page.reload()
+    page.until("document.querySelector('.turn.assistant .note')")
+    assert page.text(".turn.assistant .note") == "Stopped." and page.text(".turn.assistant .error") == ""
+    assert len(page.text(".answer")) > 10
+
+
 def test_conversations_outlive_a_reload(page):
     said = ask(page, FOX)
     page.reload()
