@@ -72,7 +72,7 @@ class Tool(Field):
 class ToolName(Text):
     def read(self, value: Any, path: str) -> str:
         name = super().read(value, path)
-        if not name.replace("-", "_").replace(".", "_").isidentifier():
+        if not ("_" + name.replace("-", "_").replace(".", "_")).isidentifier():  # it may begin with a digit
             raise wrong(path, "a name of letters, digits, _, - and .")
         return name
 
