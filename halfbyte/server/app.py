@@ -176,8 +176,8 @@ class Api:
     async def ready(self, request: Request) -> Response:
         """Whether it should be sent more work."""
         scheduler = self.service.scheduler
-        full = len(scheduler.waiting) >= scheduler.max_queue
-        why = scheduler.trouble or ("shutting down" if self.service.draining else "the queue is full" if full else None)
+        full = "the queue is full" if scheduler.full else None
+        why = scheduler.trouble or ("shutting down" if self.service.draining else full)
         return JSONResponse({"status": why or "ready"}, 200 if why is None else 503)
 
     async def numbers(self, request: Request) -> Response:

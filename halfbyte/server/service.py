@@ -30,7 +30,7 @@ from ..text.reply import Event, Reply
 from ..text.template import TemplateError
 from . import tools
 from .line import Line
-from .refusals import Refused
+from .refusals import Refused, wrong
 from .schema import Wish, full
 from .settings import Settings
 from .streams import Desk
@@ -74,6 +74,10 @@ class Service:
 
     async def jobs(self, wish: Wish, owner: bytes) -> list[Job]:
         """The jobs of a wish, or a refusal: texts rendered and tokenised, schemas compiled."""
+        most = self.cache.slots + self.settings.max_queue
+        if wish.n * max(len(wish.prompts), 1) > most:  # nor would it be taken later
+            field = "n" if wish.n > 1 else "prompt"
+            raise wrong(field, f"at most {most} replies, which is what the slots and the queue hold,")
         constraint = await self._compiled(wish)
         if wish.prompts and not any(isinstance(prompt, str) for prompt in wish.prompts):
             prepared = self.texts(wish)  # ids: no work that is worth a thread
