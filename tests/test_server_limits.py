@@ -85,6 +85,22 @@ def test_small_limits_of_size(server):
     assert b" 431 " in server.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 20_000, 5)[:20]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": [{**HI, "content": "a b " * 300}]}, "messages"),
+        (COMPLETIONS, {"prompt": "a b " * 300}, "prompt"),
+        (COMPLETIONS, {"prompt": [5] * 400}, "prompt"),
+        ("/v1/responses", {"input": "a b " * 300}, "input"),
+    ],
+    ids=["messages", "prompt", "ids", "input"],
+)
+def test_a_prompt_without_room_is_called_by_its_name(server, path, body, param):
+    response = server.post(path, body)
+    found = error(response)
+    assert (response.status_code, found["code"], found["param"]) == (400, "context_length_exceeded", param)
+
+
 def test_a_reply_has_its_default_length(server):
     body = {"messages": [HI], "logit_bias": {"0": -100, "2": -100}}
     assert server.post(CHAT, body).json()["usage"]["completion_tokens"] == 3

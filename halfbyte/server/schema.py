@@ -38,6 +38,11 @@ class Wish:
     template_args: dict[str, Any] = field(default_factory=dict)
     given: Given = field(default_factory=dict)  # as it was read, for answers that repeat it
 
+    @property
+    def asks(self) -> str:
+        """The field that has the prompt."""
+        return next(name for name in ("messages", "prompt", "input") if self.given.get(name) is not None)
+
 
 def chat(given: Given, model: Model, settings: Settings) -> Wish:
     wish = _openai(given, model, settings)
@@ -156,6 +161,6 @@ def template_args(asked: Given | None, effort: str | None) -> dict[str, Any]:
     return args
 
 
-def full(length: int, context: int) -> Refused:
+def full(length: int, context: int, field: str) -> Refused:
     said = f"The prompt has {length} tokens, and there is room for {context} with the reply."
-    return Refused(400, said, "messages", "context_length_exceeded")
+    return Refused(400, said, field, "context_length_exceeded")

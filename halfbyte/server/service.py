@@ -86,7 +86,7 @@ class Service:
         made = []
         for prompt, stable, opening in prepared:
             if len(prompt) >= self.cache.capacity:
-                raise full(len(prompt), self.cache.capacity)
+                raise full(len(prompt), self.cache.capacity, wish.asks)
             made += [self._job(wish, owner, number, prompt, stable, opening, constraint) for number in range(wish.n)]
         return made
 
@@ -129,7 +129,7 @@ class Service:
             ids = self.tokenizer.chat_ids(wish.messages, **given)
             before = self.tokenizer.chat_ids(wish.messages, add_generation_prompt=False, **given)
         except TemplateError as error:
-            raise Refused(400, str(error), "messages", "template_failed") from None
+            raise Refused(400, str(error), wish.asks, "template_failed") from None
         stable = shared(ids, before)
         if wish.forced is None:
             return [(ids, stable, "")]
