@@ -163,6 +163,14 @@ def test_logprobs(client, loaded):
     assert legacy.choices[0].logprobs.text_offset[0] == 0
 
 
+def test_likely_tokens_are_not_told_where_log_probabilities_are_refused(server):
+    response = server.post(CHAT, {"messages": ASK, "logprobs": False, "top_logprobs": 2, "max_tokens": 1})
+    assert response.status_code == 400 and error(response)["param"] == "top_logprobs"
+    for wish in ({"logprobs": False, "top_logprobs": 0}, {"logprobs": False}, {"top_logprobs": 0}):
+        reply = server.post(CHAT, {"messages": ASK, **wish, "max_tokens": 1})
+        assert reply.json()["choices"][0]["logprobs"] is None
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_character_of_several_tokens_is_put_together_from_their_bytes(client, loaded, stream):
     wish = {"model": "tiny", "max_tokens": 20, "extra_body": {"grammar": 'start: "東 é"'}}

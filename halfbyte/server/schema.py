@@ -46,6 +46,8 @@ class Wish:
 
 def chat(given: Given, model: Model, settings: Settings) -> Wish:
     wish = _openai(given, model, settings)
+    if given["logprobs"] is False and given["top_logprobs"]:
+        raise wrong("top_logprobs", "logprobs: true with it, or 0,")
     if given["logprobs"] or given["top_logprobs"]:
         wish.logprobs = given["top_logprobs"] or 0
     wish.messages = bounded([_message(one) for one in given["messages"]], model, settings)
