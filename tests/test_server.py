@@ -1,6 +1,7 @@
 """OpenAI's API, by a real server process with the embedded model, and by OpenAI's own client."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -41,7 +42,7 @@ def loaded():
 def caller(tmp_path_factory):
     """A server of a model that calls tools and thinks."""
     folder = tool_caller(tmp_path_factory.mktemp("caller") / "model")
-    with serving(folder.parent, "--served-model-name", "caller", model=folder) as running:
+    with serving(folder.parent, "--alias", "caller", "--alias", "other", model=folder) as running:
         yield running
 
 
@@ -419,3 +420,15 @@ def test_parts_of_text_are_joined(server, loaded):
     parts = [{"type": "text", "text": "Tell me a story "}, {"type": "text", "text": "about a fox."}]
     body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 10, "temperature": 0}
     assert server.post(CHAT, body).json()["choices"][0]["message"]["content"] == alone(loaded, ASK, 10, temperature=0)
+
+
+def test_an_answer_has_the_name_that_was_asked_for(caller):
+    bodies = {
+        CHAT: {"messages": ASK}, COMPLETIONS: {"prompt": "Hi"}, "/v1/responses": {"input": "Hi"},
+        "/v1/messages": {"messages": ASK, "max_tokens": 2},
+    }  # fmt: skip
+    for path, body in bodies.items():
+        for said, name in (({}, "caller"), ({"model": "caller"}, "caller"), ({"model": "other"}, "other")):
+            assert caller.post(path, {**body, **said}).json()["model"] == name
+            streamed = caller.post(path, {**body, **said, "stream": True}).text
+            assert set(re.findall(r'"model":"(.*?)"', streamed)) == {name}

@@ -129,7 +129,7 @@ class Api:
         wish = wished(await self._body(request), service.described, self.settings)
         jobs = await unless_gone(request.receive, service.jobs(wish, request.scope["owner"]))
         ticket = service.desk.submit(jobs)
-        answer = kind(self.name, service.tokenizer, wish, jobs)
+        answer = kind(wish.given["model"] or self.name, service.tokenizer, wish, jobs)
         if wish.stream:
             return EventStream(service.desk, ticket, answer, self.settings.ping_seconds)
         return Whole(await whole(service.desk, ticket, answer, request.receive))
