@@ -353,6 +353,9 @@ def test_tokenize_and_detokenize(server, loaded):
     assert ids == {"tokens": tokenizer.encode(text), "count": len(tokenizer.encode(text)), "max_model_len": 8192}
     assert server.post("/tokenize", {"content": text}).json() == ids
     assert server.post("/tokenize", {"messages": ASK}).json()["tokens"] == tokenizer.chat_ids(ASK)
+    for opens in (True, False):
+        said = server.post("/tokenize", {"messages": ASK, "add_generation_prompt": opens}).json()["tokens"]
+        assert said == tokenizer.chat_ids(ASK, add_generation_prompt=opens)
     assert server.post("/detokenize", {"tokens": ids["tokens"]}).json()["content"] == text
     assert server.post("/detokenize", {"tokens": []}).json()["prompt"] == ""
 

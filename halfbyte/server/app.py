@@ -150,6 +150,7 @@ class Api:
         service, given = self.service, await self._body(request)
         if given["messages"] is not None:
             wish = schema.chat(given, service.described, self.settings)
+            wish.opens = given["add_generation_prompt"] is not False
             ids = (await asyncio.to_thread(service.conversation, wish))[0][0]
         else:
             text = given["content"] if given["prompt"] is None else given["prompt"]

@@ -36,6 +36,7 @@ class Wish:
     forced: str | None = None  # a tool must be called: "" any, else the one of this name
     single: bool = False  # and no second one with it
     template_args: dict[str, Any] = field(default_factory=dict)
+    opens: bool = True  # the reply, at the end of the prompt
     given: Given = field(default_factory=dict)  # as it was read, for answers that repeat it
 
     @property

@@ -126,12 +126,12 @@ class Service:
         """The ids of a conversation, how many of them the next one will share, and a call that is begun for it."""
         given = {"tools": wish.tools or None, **wish.template_args}
         try:
-            ids = self.tokenizer.chat_ids(wish.messages, **given)
+            ids = self.tokenizer.chat_ids(wish.messages, add_generation_prompt=wish.opens, **given)
             before = self.tokenizer.chat_ids(wish.messages, add_generation_prompt=False, **given)
         except TemplateError as error:
             raise Refused(400, str(error), wish.asks, "template_failed") from None
         stable = shared(ids, before)
-        if wish.forced is None:
+        if wish.forced is None or not wish.opens:
             return [(ids, stable, "")]
         opening = tools.opening(self.tokenizer.syntax, wish.forced)
         if self.tokenizer.reply(ids).state == "reasoning":
