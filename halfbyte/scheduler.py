@@ -89,7 +89,7 @@ class Scheduler:
         with self.changed:
             if self.trouble is not None:
                 raise Unwell(self.trouble)
-            if len(self.waiting) >= self.max_queue + self.cache.slots - len(self.jobs):
+            if self.full:
                 raise QueueFull("too many requests are waiting already")
             self.waiting.append(job)
             self.changed.notify()
@@ -110,6 +110,10 @@ class Scheduler:
         if not self.idle and time.monotonic() - self.beat > self.step_seconds:
             return "the engine does not answer"
         return None
+
+    @property
+    def full(self) -> bool:
+        return len(self.waiting) >= self.max_queue + self.cache.slots - len(self.jobs)  # free slots are no queue
 
     @property
     def running(self) -> int:
@@ -197,10 +201,7 @@ class Scheduler:
         for one in reading:
             self._pause(self.jobs[one])
         self.turn += 1
-        if self.turn % 2:
-            reading.sort(key=lambda one: len(one.prompt) - one.computed)
-        else:
-            reading.sort(key=lambda one: self.jobs[one].begun)
+        reading.sort(key=lambda one: len(one.prompt) - one.computed if self.turn % 2 else self.jobs[one].begun)
         self.engine.running = reading + answering
 
     def _step(self) -> None:
@@ -280,8 +281,7 @@ class Scheduler:
         self.engine = Engine(self.model, self.cache)
         self.engine.room = self.piece
         read = [one for one, computed in reading if one.computed > computed] or [one for one, _ in reading]
-        again: list[Job] = []
-        ended: list[Job] = []
+        again, ended = list[Job](), list[Job]()
         for request, job in self.jobs.items():
             suspect = request in (read or self.jobs)
             goes_on = memory and not (suspect and job.tried) and resumable(request)

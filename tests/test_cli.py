@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import torch
 from test_start import cpu_seconds_of_children
 
 from halfbyte import __version__, listing
-from halfbyte.cli import main
+from halfbyte.cli import COMMANDS, main
 from halfbyte.ops import dispatch
 
 COMMAND = [sys.executable, "-m", "halfbyte"]
@@ -52,6 +53,12 @@ def test_help_is_instant_and_loads_nothing_heavy(tmp_path):
 def test_importing_the_package_loads_nothing_heavy():
     code = "import sys, halfbyte; print([m for m in ('torch', 'numpy', 'numba') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_line_of_a_command_is_whole_sentences(name):
+    module = import_module(f"halfbyte.commands.{name.replace(' ', '_')}")
+    assert module.run.__doc__.split("\n")[0].endswith((".", "?"))
 
 
 def test_help_names_every_command():

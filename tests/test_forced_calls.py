@@ -11,6 +11,8 @@ import halfbyte
 from halfbyte.chat import Tokenizer
 from halfbyte.grammar import Grammars
 from halfbyte.server import tools
+from halfbyte.server.refusals import Refused
+from halfbyte.server.tables import ToolName
 from halfbyte.text.reply import Reply, syntax
 
 PARAMETERS = {
@@ -114,3 +116,23 @@ def test_where_the_model_chooses_any_tool_may_be_called_and_several(follows, fam
     assert follows(family, "", one + again + other) == (True, True)
     assert follows(family, "", one + again + other, single=True)[0] is False
     assert follows(family, "", "other")[0] is False
+
+
+@pytest.mark.parametrize("family", CHOSEN)
+@pytest.mark.parametrize("name", ["3d_render", "7zip", "-a.b-", "404"])
+def test_a_name_may_begin_with_a_digit(tokenizer, grammars, family, name):
+    """As the APIs have names: letters, digits, _ and -; and a point, as clients have sent it."""
+    offered = [{"type": "function", "function": {"name": ToolName(64, 1).read(name, "name")}}]
+    form, rest = syntax(FAMILIES[family]), CHOSEN[family][1].replace("now", name)
+    matcher = grammars.constraint("grammar", tools.rest(form, offered, "", True, grammars.term)).copy().matcher
+    ids = tokenizer.encode(rest)
+    assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    reply = Reply(form, offered)
+    found = [*reply.push(tools.opening(form, "")), *reply.push(rest), *reply.finish()]
+    assert [(event.kind, event.text) for event in found] == [("call", name), ("arguments", "{}")]
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a>b", 'a"b', "a{b", "a\nb", "a" * 65])
+def test_a_name_has_no_other_signs(name):
+    with pytest.raises(Refused):
+        ToolName(64, 1).read(name, "name")

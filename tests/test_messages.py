@@ -176,3 +176,27 @@ def test_errors_of_the_client(client, server):
     with pytest.raises(anthropic.AuthenticationError):
         stranger.messages.create(model="caller", max_tokens=4, messages=ASK)
     assert httpx2.get(f"{server.address}/v1/messages", headers={"x-api-key": KEY}).json()["type"] == "error"
+
+
+def test_nobody_thinks_unasked(tmp_path):
+    """Nor where the model's template thinks unless told not to."""
+    folder = tool_caller(tmp_path / "model")
+    path = folder / "chat_template.jinja"
+    asked, said = "{% if enable_thinking %}", "{% if enable_thinking | default(true) or thinking %}"
+    assert asked in path.read_text()
+    path.write_text(path.read_text().replace(asked, said))
+
+    def kinds(**wish):
+        body = {"model": "caller", "max_tokens": 8, "messages": ASK, **wish}
+        return {block["type"] for block in server.post("/v1/messages", body).json()["content"]}
+
+    def length(**wish):
+        return server.post("/v1/messages/count_tokens", {"messages": ASK, **wish}).json()["input_tokens"]
+
+    with serving(tmp_path, "--served-model-name", "caller", model=folder) as server:
+        assert kinds() == kinds(thinking={"type": "disabled"}) == kinds(output_config={"effort": "high"}) == {"text"}
+        assert kinds(thinking={"type": "adaptive"}) == kinds(chat_template_kwargs={"enable_thinking": True})
+        assert kinds(chat_template_kwargs={"thinking": True}) == kinds(thinking={"type": "enabled"}) == {"thinking"}
+        assert length() == length(thinking={"type": "disabled"}) < length(thinking={"type": "enabled"})
+        unasked = server.chat("Hi").json()["choices"][0]["message"]
+        assert unasked["reasoning_content"]  # OpenAI's routes leave it to the template

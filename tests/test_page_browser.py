@@ -200,6 +200,15 @@ def test_stop_stops_the_server_too(page, server, way):
     assert roles == ["user", "assistant", "user"]
 
 
+def test_a_reply_that_a_reload_cuts_was_stopped(page):
+    ask(page, "Tell me slowly about a fox.", end=False)
+    page.until("document.querySelector('.answer')?.innerText.length > 10")
+    page.reload()
+    page.until("document.querySelector('.turn.assistant .note')")
+    assert page.text(".turn.assistant .note") == "Stopped." and page.text(".turn.assistant .error") == ""
+    assert len(page.text(".answer")) > 10
+
+
 def test_conversations_outlive_a_reload(page):
     said = ask(page, FOX)
     page.reload()
@@ -313,6 +322,28 @@ def test_markdown_and_code(page):
     page.until("document.querySelector('#said').innerText === 'Copied'")
 
 
+WIDE = """| Feature | Description | Throughput | Compatibility | Requirements |
+|---|---|---|---|---|
+| Quantisation | Mixed-precision representation | Extraordinary | Interoperability | Uncomplicated |
+"""
+BROKEN = """[...document.querySelectorAll('th, td')].filter((cell) => {
+  const words = document.createRange();
+  words.selectNodeContents(cell);
+  return words.getClientRects().length > 1;
+}).map((cell) => cell.innerText)"""
+
+
+@pytest.mark.parametrize("width", [375, 1200])
+def test_tables_scroll_and_break_no_word(page, width):
+    page.show_as(width, 800)
+    page.reload()
+    ask(page, f"Say {WIDE.replace('Mixed-precision representation', 'Representations')}")
+    assert page.run(BROKEN) == []
+    if width == 375:
+        assert page.run("document.querySelector('.table').scrollWidth > document.querySelector('.table').clientWidth")
+    assert page.run("document.querySelector('#log').scrollWidth <= document.querySelector('#log').clientWidth")
+
+
 def test_reasoning_is_folded_and_not_sent_back(page):
     ask(page, "Say <think>First this, then that.</think>The answer.")
     assert page.text(".answer") == "The answer." and page.run("document.querySelector('.think').open") is False
@@ -337,6 +368,30 @@ def test_a_message_is_edited(page):
     page.run("document.querySelector('#draft').select()")
     ask(page, "What is 32 - 19?")
     assert page.run("document.querySelectorAll('.turn').length") == 2 and "13" in page.text(".answer")
+
+
+FIRST_AGAIN = """document.querySelector('.turn.assistant [aria-label="Try again"]').click()"""
+
+
+@pytest.mark.parametrize("at", ["once", "end"])
+def test_turns_that_another_try_takes_away_come_back(page, at):
+    """As soon as they are gone, or when the new reply is there; and what is said since is not taken away by that."""
+    ask(page, FOX)
+    ask(page, "Say what follows")
+    said = page.texts(".turn .said, .turn .answer")
+    page.run(FIRST_AGAIN)
+    if at == "end":
+        page.until("!document.body.classList.contains('running')")
+    assert page.run("document.querySelectorAll('.turn').length") == 2
+    page.click("#toast button")
+    page.until("!document.body.classList.contains('running') && document.querySelectorAll('.turn').length === 4")
+    assert page.texts(".turn .said, .turn .answer") == said and page.text("#toast") == ""
+    page.reload()
+    assert page.texts(".turn .said, .turn .answer") == said
+    page.run(FIRST_AGAIN)
+    page.until("!document.body.classList.contains('running') && document.querySelector('#toast button')")
+    ask(page, "What is 2 + 2?")
+    assert page.text("#toast") == ""
 
 
 def test_trouble_is_said_and_can_be_tried_again(page):

@@ -121,6 +121,13 @@ def test_a_schema_is_followed(ask):
     assert 0 <= json.loads(reply.output_text)["hour"] < 24 and reply.status == "completed"
 
 
+def test_what_the_clients_types_need_is_there(ask):
+    reply = ask()
+    assert reply.usage.input_tokens_details.cache_write_tokens == 0
+    assert reply.text.to_dict() == {"format": {"type": "text"}}
+    assert ask(text={"verbosity": "low"}).text.to_dict() == {"format": {"type": "text"}, "verbosity": "low"}
+
+
 @pytest.mark.parametrize("stream", ["false", "true"])
 def test_half_a_character_is_repeated_as_a_whole_one(server, stream):
     half = '"half \\ud800"'
@@ -144,6 +151,7 @@ def test_half_a_character_is_repeated_as_a_whole_one(server, stream):
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"verbosity": "chatty"}}, "text.verbosity"),
     ],
     ids=lambda value: str(value)[:40],
 )

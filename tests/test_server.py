@@ -1,6 +1,7 @@
 """OpenAI's API, by a real server process with the embedded model, and by OpenAI's own client."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -41,7 +42,7 @@ def loaded():
 def caller(tmp_path_factory):
     """A server of a model that calls tools and thinks."""
     folder = tool_caller(tmp_path_factory.mktemp("caller") / "model")
-    with serving(folder.parent, "--served-model-name", "caller", model=folder) as running:
+    with serving(folder.parent, "--alias", "caller", "--alias", "other", model=folder) as running:
         yield running
 
 
@@ -161,6 +162,14 @@ def test_logprobs(client, loaded):
     assert "".join(legacy.choices[0].logprobs.tokens) == legacy.choices[0].text
     assert [len(top) for top in legacy.choices[0].logprobs.top_logprobs] == [2, 2, 2]
     assert legacy.choices[0].logprobs.text_offset[0] == 0
+
+
+def test_likely_tokens_are_not_told_where_log_probabilities_are_refused(server):
+    response = server.post(CHAT, {"messages": ASK, "logprobs": False, "top_logprobs": 2, "max_tokens": 1})
+    assert response.status_code == 400 and error(response)["param"] == "top_logprobs"
+    for wish in ({"logprobs": False, "top_logprobs": 0}, {"logprobs": False}, {"top_logprobs": 0}):
+        reply = server.post(CHAT, {"messages": ASK, **wish, "max_tokens": 1})
+        assert reply.json()["choices"][0]["logprobs"] is None
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -344,6 +353,9 @@ def test_tokenize_and_detokenize(server, loaded):
     assert ids == {"tokens": tokenizer.encode(text), "count": len(tokenizer.encode(text)), "max_model_len": 8192}
     assert server.post("/tokenize", {"content": text}).json() == ids
     assert server.post("/tokenize", {"messages": ASK}).json()["tokens"] == tokenizer.chat_ids(ASK)
+    for opens in (True, False):
+        said = server.post("/tokenize", {"messages": ASK, "add_generation_prompt": opens}).json()["tokens"]
+        assert said == tokenizer.chat_ids(ASK, add_generation_prompt=opens)
     assert server.post("/detokenize", {"tokens": ids["tokens"]}).json()["content"] == text
     assert server.post("/detokenize", {"tokens": []}).json()["prompt"] == ""
 
@@ -411,3 +423,15 @@ def test_parts_of_text_are_joined(server, loaded):
     parts = [{"type": "text", "text": "Tell me a story "}, {"type": "text", "text": "about a fox."}]
     body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 10, "temperature": 0}
     assert server.post(CHAT, body).json()["choices"][0]["message"]["content"] == alone(loaded, ASK, 10, temperature=0)
+
+
+def test_an_answer_has_the_name_that_was_asked_for(caller):
+    bodies = {
+        CHAT: {"messages": ASK}, COMPLETIONS: {"prompt": "Hi"}, "/v1/responses": {"input": "Hi"},
+        "/v1/messages": {"messages": ASK, "max_tokens": 2},
+    }  # fmt: skip
+    for path, body in bodies.items():
+        for said, name in (({}, "caller"), ({"model": "caller"}, "caller"), ({"model": "other"}, "other")):
+            assert caller.post(path, {**body, **said}).json()["model"] == name
+            streamed = caller.post(path, {**body, **said, "stream": True}).text
+            assert set(re.findall(r'"model":"(.*?)"', streamed)) == {name}

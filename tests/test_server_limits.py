@@ -108,6 +108,22 @@ def test_small_limits_of_size(server):
     assert b" 431 " in server.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 20_000, 5)[:20]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": [{**HI, "content": "a b " * 300}]}, "messages"),
+        (COMPLETIONS, {"prompt": "a b " * 300}, "prompt"),
+        (COMPLETIONS, {"prompt": [5] * 400}, "prompt"),
+        ("/v1/responses", {"input": "a b " * 300}, "input"),
+    ],
+    ids=["messages", "prompt", "ids", "input"],
+)
+def test_a_prompt_without_room_is_called_by_its_name(server, path, body, param):
+    response = server.post(path, body)
+    found = error(response)
+    assert (response.status_code, found["code"], found["param"]) == (400, "context_length_exceeded", param)
+
+
 def test_a_reply_has_its_default_length(server):
     body = {"messages": [HI], "logit_bias": {"0": -100, "2": -100}}
     assert server.post(CHAT, body).json()["usage"]["completion_tokens"] == 3
@@ -211,3 +227,24 @@ def test_too_many_connections(server):
     assert json.loads(body)["error"]["code"] == "too_many_connections"
     for sock in idle:
         sock.close()
+
+
+def test_a_server_without_a_queue(tmp_path):
+    """It is ready while a slot is free; what asks for more than can ever be free is refused for good."""
+    endless = {"messages": [HI], "n": 2, "max_tokens": 2000, "stream": True, "logit_bias": {"0": -100, "2": -100}}
+    with serving(tmp_path, "--max-queue", "0", "--max-concurrency", "2") as server:
+        assert server.http.get("/ready").status_code == 200
+        assert len(server.post(CHAT, {"messages": [HI], "n": 2, "max_tokens": 2}).json()["choices"]) == 2
+        for path, body, param in [
+            (CHAT, {"messages": [HI], "n": 4}, "n"), (COMPLETIONS, {"prompt": "a", "n": 3}, "n"),
+            (COMPLETIONS, {"prompt": ["a", "b", "c"]}, "prompt"),
+        ]:  # fmt: skip
+            response = server.post(path, {**body, "max_tokens": 2})
+            assert response.status_code == 400 and "retry-after" not in response.headers
+            assert error(response)["param"] == param and "2 replies" in error(response)["message"]
+        with server.http.stream("POST", CHAT, json=endless) as stream:
+            lines = stream.iter_lines()
+            next(line for line in lines if '"index":1' in line)  # both replies have begun
+            assert server.http.get("/ready").json() == {"status": "the queue is full"}
+            assert server.chat("Hi").status_code == 429
+        assert server.idle() and server.http.get("/ready").status_code == 200

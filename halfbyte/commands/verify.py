@@ -20,8 +20,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read a whole model: headers, names, shapes, the tokenizer, finite values, checksums where the hub's cache names
-    them, and repacked experts, every byte of which must be as in the shards.
+    """Read a whole model, and say whether every byte of it is as it should be.
+
+    That is: headers, names, shapes, the tokenizer, finite values, checksums where the hub's cache names them, and
+    repacked experts, every byte of which must be as in the shards.
     """
     import torch
 

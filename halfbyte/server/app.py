@@ -129,7 +129,7 @@ class Api:
         wish = wished(await self._body(request), service.described, self.settings)
         jobs = await unless_gone(request.receive, service.jobs(wish, request.scope["owner"]))
         ticket = service.desk.submit(jobs)
-        answer = kind(self.name, service.tokenizer, wish, jobs)
+        answer = kind(wish.given["model"] or self.name, service.tokenizer, wish, jobs)
         if wish.stream:
             return EventStream(service.desk, ticket, answer, self.settings.ping_seconds)
         return Whole(await whole(service.desk, ticket, answer, request.receive))
@@ -150,6 +150,7 @@ class Api:
         service, given = self.service, await self._body(request)
         if given["messages"] is not None:
             wish = schema.chat(given, service.described, self.settings)
+            wish.opens = given["add_generation_prompt"] is not False
             ids = (await asyncio.to_thread(service.conversation, wish))[0][0]
         else:
             text = given["content"] if given["prompt"] is None else given["prompt"]
@@ -176,8 +177,8 @@ class Api:
     async def ready(self, request: Request) -> Response:
         """Whether it should be sent more work."""
         scheduler = self.service.scheduler
-        full = len(scheduler.waiting) >= scheduler.max_queue
-        why = scheduler.trouble or ("shutting down" if self.service.draining else "the queue is full" if full else None)
+        full = "the queue is full" if scheduler.full else None
+        why = scheduler.trouble or ("shutting down" if self.service.draining else full)
         return JSONResponse({"status": why or "ready"}, 200 if why is None else 503)
 
     async def numbers(self, request: Request) -> Response:

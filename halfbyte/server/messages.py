@@ -63,14 +63,17 @@ def table(model: Model, settings: Settings) -> Table:
 
 def wish(given: Given, model: Model, settings: Settings) -> Wish:
     config, thinking = given["output_config"] or {}, given["thinking"]
-    asked = {} if thinking is None else {"enable_thinking": thinking["type"] != "disabled"}
+    more = given["chat_template_kwargs"] or {}
+    asked = {"enable_thinking": thinking is not None and thinking["type"] != "disabled"}  # unasked, a reply has none
+    if thinking is None and "thinking" in more:  # under the name that other templates have for it
+        asked = {}
     made = Wish(
         params=schema.sampling(given, model),
         stop=given["stop_sequences"] or [],
         max_tokens=given["max_tokens"] or settings.max_tokens_default,
         stream=bool(given["stream"]),
         form=schema.form(config.get("format")),
-        template_args=schema.template_args({**asked, **(given["chat_template_kwargs"] or {})}, config.get("effort")),
+        template_args=schema.template_args({**asked, **more}, config.get("effort")),
         given=given,
     )
     system = [{"role": "system", "content": schema.text_of(given["system"])}] if given["system"] else []

@@ -53,7 +53,8 @@ def table(model: Model, settings: Settings) -> Table:
         "input": Either({str: Text(least=1), list: _items(settings)}, "a text or a list of items"),
         "tools": Items(Table(tool, ("type", "name")), 0, settings.max_tools),
         "tool_choice": Either(choices, "'none', 'auto', 'required' or a function of the tools"),
-        "text": Table({"format": Tagged(forms, "the type 'text', 'json_object' or 'json_schema'")}),
+        "text": Table({"format": Tagged(forms, "the type 'text', 'json_object' or 'json_schema'"),
+                       "verbosity": Choice(("low", "medium", "high"))}),
         "reasoning": Table({"effort": EFFORTS, "summary": Text()}), "parallel_tool_calls": Flag(), "store": Flag(),
         "metadata": Object(), "truncation": Choice(("auto", "disabled")), "include": Anything(),
         "top_logprobs": Only((0,), "0: /v1/chat/completions tells log-probabilities; 0"),
@@ -164,20 +165,22 @@ class ResponsesAnswer:
         given, wish, done = self.wish.given, self.wish, self.status in ("completed", "incomplete")
         why = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
         repeated = {name: given[name] for name in ("instructions", "max_output_tokens", "metadata")}
+        text = {name: value for name, value in (given["text"] or {}).items() if value is not None}
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": self.status, "error": None,
             "incomplete_details": why, "model": self.model, "output": [_item(block) for block in self.blocks.all],
             "usage": self._usage() if done else None, "temperature": wish.params.temperature,
             "top_p": wish.params.top_p, "tools": given["tools"] or [], "tool_choice": given["tool_choice"] or "auto",
-            "parallel_tool_calls": not wish.single, "text": given["text"] or {"format": {"type": "text"}},
+            "parallel_tool_calls": not wish.single, "text": {"format": {"type": "text"}, **text},
             "reasoning": given["reasoning"] or {"effort": None, "summary": None}, "store": False, "background": False,
             "truncation": "disabled", "previous_response_id": None, **repeated,
         }  # fmt: skip
 
     def _usage(self) -> dict[str, Any]:
         took = usage(self.jobs)
+        read = {**took["prompt_tokens_details"], "cache_write_tokens": 0}  # which their types need
         return {
-            "input_tokens": took["prompt_tokens"], "input_tokens_details": took["prompt_tokens_details"],
+            "input_tokens": took["prompt_tokens"], "input_tokens_details": read,
             "output_tokens": took["completion_tokens"], "output_tokens_details": {"reasoning_tokens": self.thought},
             "total_tokens": took["total_tokens"],
         }  # fmt: skip

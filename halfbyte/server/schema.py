@@ -37,11 +37,19 @@ class Wish:
     forced: str | None = None  # a tool must be called: "" any, else the one of this name
     single: bool = False  # and no second one with it
     template_args: dict[str, Any] = field(default_factory=dict)
+    opens: bool = True  # the reply, at the end of the prompt
     given: Given = field(default_factory=dict)  # as it was read, for answers that repeat it
+
+    @property
+    def asks(self) -> str:
+        """The field that has the prompt."""
+        return next(name for name in ("messages", "prompt", "input") if self.given.get(name) is not None)
 
 
 def chat(given: Given, model: Model, settings: Settings) -> Wish:
     wish = _openai(given, model, settings)
+    if given["logprobs"] is False and given["top_logprobs"]:
+        raise wrong("top_logprobs", "logprobs: true with it, or 0,")
     if given["logprobs"] or given["top_logprobs"]:
         wish.logprobs = given["top_logprobs"] or 0
     wish.messages = [_message(one) for one in given["messages"]]
@@ -172,6 +180,6 @@ def template_args(asked: Given | None, effort: str | None) -> dict[str, Any]:
     return args
 
 
-def full(length: int, context: int) -> Refused:
+def full(length: int, context: int, field: str) -> Refused:
     said = f"The prompt has {length} tokens, and there is room for {context} with the reply."
-    return Refused(400, said, "messages", "context_length_exceeded")
+    return Refused(400, said, field, "context_length_exceeded")

@@ -30,7 +30,7 @@ from ..text.reply import Event, Reply
 from ..text.template import TemplateError
 from . import tools
 from .line import Line
-from .refusals import Refused
+from .refusals import Refused, wrong
 from .schema import Wish, full
 from .settings import Settings
 from .streams import Desk
@@ -74,6 +74,10 @@ class Service:
 
     async def jobs(self, wish: Wish, owner: bytes) -> list[Job]:
         """The jobs of a wish, or a refusal: texts rendered and tokenised, schemas compiled."""
+        most = self.cache.slots + self.settings.max_queue
+        if wish.n * max(len(wish.prompts), 1) > most:  # nor would it be taken later
+            field = "n" if wish.n > 1 else "prompt"
+            raise wrong(field, f"at most {most} replies, which is what the slots and the queue hold,")
         constraint = await self._compiled(wish)
         if wish.prompts and not any(isinstance(prompt, str) for prompt in wish.prompts):
             prepared = self.texts(wish)  # ids: no work that is worth a thread
@@ -82,7 +86,7 @@ class Service:
         made = []
         for prompt, stable, opening in prepared:
             if len(prompt) >= self.cache.capacity:
-                raise full(len(prompt), self.cache.capacity)
+                raise full(len(prompt), self.cache.capacity, wish.asks)
             made += [self._job(wish, owner, number, prompt, stable, opening, constraint) for number in range(wish.n)]
         return made
 
@@ -122,12 +126,12 @@ class Service:
         """The ids of a conversation, how many of them the next one will share, and a call that is begun for it."""
         given = {"tools": wish.tools or None, **wish.template_args}
         try:
-            ids = self.tokenizer.chat_ids(wish.messages, **given)
+            ids = self.tokenizer.chat_ids(wish.messages, add_generation_prompt=wish.opens, **given)
             before = self.tokenizer.chat_ids(wish.messages, add_generation_prompt=False, **given)
         except TemplateError as error:
-            raise Refused(400, str(error), "messages", "template_failed") from None
+            raise Refused(400, str(error), wish.asks, "template_failed") from None
         stable = shared(ids, before)
-        if wish.forced is None:
+        if wish.forced is None or not wish.opens:
             return [(ids, stable, "")]
         opening = tools.opening(self.tokenizer.syntax, wish.forced)
         if self.tokenizer.reply(ids).state == "reasoning":

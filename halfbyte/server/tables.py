@@ -73,7 +73,7 @@ class Tool(Field):
 class ToolName(Text):
     def read(self, value: Any, path: str) -> str:
         name = super().read(value, path)
-        if not name.replace("-", "_").replace(".", "_").isidentifier():
+        if not ("_" + name.replace("-", "_").replace(".", "_")).isidentifier():  # it may begin with a digit
             raise wrong(path, "a name of letters, digits, _, - and .")
         return name
 
@@ -235,7 +235,7 @@ def tokenize(model: Model, settings: Settings) -> Table:
     """Of a text ("prompt", or "content" as llama.cpp has it), or of messages through the template."""
     text, asked = Text(settings.prompt_bytes(model.context)), chat(model, settings).fields
     said: dict[str, Field] = {"prompt": text, "content": text, "add_special_tokens": Flag(), "add_special": Flag()}
-    return Table({**asked, **said})
+    return Table({**asked, **said, "add_generation_prompt": Flag()})
 
 
 def detokenize(model: Model, settings: Settings) -> Table:
