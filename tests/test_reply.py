@@ -180,6 +180,25 @@ CASES = [
         '<|tool_call>call:f{a:None,b:[None,<|"|>None<|"|>],None:1}<tool_call|>',
         call("f", '{"a": null, "b": [null, "None"], "None": 1}'),
     ),
+    (
+        "numbers that JSON cannot write",
+        CODER,
+        "<tool_call><function=weather><parameter=days>1e999</parameter><parameter=at>[-1e999, 2]</parameter>"
+        "<parameter=level>NaN</parameter></function></tool_call>",
+        call("weather", '{"days": "1e999", "at": ["-1e999", 2], "level": "NaN"}'),
+    ),
+    (
+        "numbers that JSON cannot write, in an object of another order",
+        QWEN3,
+        '<tool_call>{"arguments": {"a": 1e999}, "name": "f"}</tool_call>',
+        call("f", '{"a": "1e999"}'),
+    ),
+    (
+        "gemma's numbers that JSON cannot write",
+        GEMMA,
+        "<|tool_call>call:f{a:1e999,b:[-1e999,Infinity],c:1e5}<tool_call|>",
+        call("f", '{"a": "1e999", "b": ["-1e999", "Infinity"], "c": 100000.0}'),
+    ),
     ("gemma, cut off", GEMMA, '<|tool_call>call:f{a:<|"|>x', call("f", '{a:<|"|>x')),
     ("gemma, not a call", GEMMA, "<|tool_call>x<tool_call|>", [text("<|tool_call>x<tool_call|>")]),
     (

@@ -8,6 +8,7 @@ as ("text", ...) for the reader to see, since hiding it would lose the model's w
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -57,7 +58,7 @@ class JsonCall:
     def _whole(self) -> list[Piece]:
         """Keys in another order, or arguments inside a string."""
         try:
-            call = json.loads(self.body, strict=False)
+            call = _read(self.body)
             name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return [("text", self.body)]
@@ -256,9 +257,18 @@ def _kinds(schema: Mapping[str, Any]) -> set[str]:
 def _loaded(text: str) -> Any:
     """The JSON in a text, or the text."""
     try:
-        return json.loads(text, strict=False, parse_constant=_no_constant)
+        return _read(text)
     except (ValueError, RecursionError):
         return text
+
+
+def _read(text: str) -> Any:
+    """JSON that can be written as JSON again: a number beyond all floats is the text that it is."""
+    return json.loads(text, strict=False, parse_float=_finite, parse_constant=_no_constant)
+
+
+def _finite(text: str) -> float | str:
+    return number if math.isfinite(number := float(text)) else text
 
 
 def _no_constant(name: str) -> None:
@@ -266,7 +276,7 @@ def _no_constant(name: str) -> None:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _is_json(text: str) -> bool:
