@@ -283,6 +283,29 @@ def test_a_parameter_comes_when_it_is_complete():
     assert reader.push("</function>\n</tool_call>") == [Event("arguments", "}")]
 
 
+CUT = [  # what was said, and the arguments as far as they came
+    ("<parameter=city>\nOslo\n</parameter>\n<parameter=open>\nhalf a", '{"city": "Oslo", "open": "half a'),
+    ("<parameter=city>\nOslo\n</param", '{"city": "Oslo'),
+    ("<parameter=city>\nOslo\n</parameter>\n</func", '{"city": "Oslo"'),
+    ("<parameter=city>\nOslo\n</parameter>\n<parameter=da", '{"city": "Oslo"'),
+    ("<parameter=days>\n12", '{"days": 12'),
+    ("<parameter=days>\n", "{"),
+    ('<parameter=at>\n[1, {"a": 2}', '{"at": [1, {"a": 2'),
+    ("", "{"),
+    ("<parameter=city>\nOslo\n</parameter>\n</function>", '{"city": "Oslo"}'),
+    ("</function>\n</tool", "{}"),
+]
+
+
+@pytest.mark.parametrize(("said", "arguments"), CUT)
+def test_parameters_that_are_cut_are_left_open(said, arguments):
+    for cuts in [(), range(1, len(said) + 30)]:
+        whole = f"<tool_call>\n<function=weather>\n{said}"
+        reader, places = Reply(CODER, TOOLS), [0, *(n for n in cuts if n < len(whole)), len(whole)]
+        events = [e for a, b in pairwise(places) for e in reader.push(whole[a:b])]
+        assert joined([*events, *reader.finish(cut=True)]) == call("weather", arguments)
+
+
 def test_reasoning_that_the_prompt_opened():
     assert read(QWEN3_5, "\nhm\n</think>\n\nYes", thinking=True) == [reasoning("hm"), text("Yes")]
     assert read(QWEN3_5, "hm", thinking=True) == [reasoning("hm")]

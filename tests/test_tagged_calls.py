@@ -1,0 +1,33 @@
+"""Calls in tags, as Qwen3.5 and Qwen3-Coder write them, by a real server process."""
+
+import json
+
+import pytest
+from serving import CHAT, events, serving, tool_caller
+
+ASK = [{"role": "user", "content": "Write a story."}]
+WRITE = {
+    "type": "object",
+    "properties": {"path": {"enum": ["a.txt"]}, "text": {"type": "string"}},
+    "required": ["path", "text"],
+}
+TOOL = {"type": "function", "function": {"name": "write", "parameters": WRITE}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tool_caller(tmp_path_factory.mktemp("tags") / "model", "<tool_call><function=f></function></tool_call>")
+    with serving(folder.parent, model=folder) as running:
+        yield running
+
+
+def test_a_call_that_is_cut_by_max_tokens_looks_cut(server):
+    body = {"messages": ASK, "tools": [TOOL], "tool_choice": "required", "max_tokens": 60, "temperature": 0}
+    choice = server.post(CHAT, body).json()["choices"][0]
+    arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
+    assert choice["finish_reason"] == "length" and arguments.startswith('{"path": "a.txt", "text": "')
+    with pytest.raises(ValueError, match="Unterminated string"):
+        json.loads(arguments)
+    chunks = [one["choices"][0] for one in events(server.post(CHAT, {**body, "stream": True}).text)[:-1]]
+    calls = [call["function"] for one in chunks for call in one["delta"].get("tool_calls", [])]
+    assert "".join(call["arguments"] for call in calls) == arguments and chunks[-1]["finish_reason"] == "length"
