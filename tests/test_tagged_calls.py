@@ -31,3 +31,17 @@ def test_a_call_that_is_cut_by_max_tokens_looks_cut(server):
     chunks = [one["choices"][0] for one in events(server.post(CHAT, {**body, "stream": True}).text)[:-1]]
     calls = [call["function"] for one in chunks for call in one["delta"].get("tool_calls", [])]
     assert "".join(call["arguments"] for call in calls) == arguments and chunks[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pick"}}], ids=str)
+def test_a_forced_call_wins_over_the_form_of_an_answer(server, choice):
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", "required": ["ok"]}}}
+    pick = {"type": "object", "properties": {"c": {"enum": ["x", "y"]}}, "required": ["c"]}
+    tool = {"type": "function", "function": {"name": "pick", "parameters": pick}}
+    body = {"messages": ASK, "tools": [tool], "max_tokens": 99, "response_format": form, "parallel_tool_calls": False}
+    choices = server.post(CHAT, {**body, "tool_choice": choice}).json()["choices"][0]
+    assert choices["finish_reason"] == "tool_calls" and not choices["message"]["content"]
+    call = choices["message"]["tool_calls"][0]["function"]
+    assert call["name"] == "pick" and json.loads(call["arguments"])["c"] in ("x", "y")
+    answer = server.post(CHAT, {**body, "tool_choice": "auto"}).json()["choices"][0]["message"]
+    assert "tool_calls" not in answer and answer["content"].startswith("{")
