@@ -100,7 +100,7 @@ def decoded(job: Job, made: Made, stop_ids: frozenset[int]) -> Piece:
         ended = ended or "stop"
     if ended is not None:
         piece.events += job.said(job.decoder.finish())
-        piece.events += job.reply.finish() if job.reply is not None else []
+        piece.events += job.reply.finish(cut=made.id not in stop_ids) if job.reply is not None else []
     piece.events, job.early = [*job.early, *piece.events], []
     piece.finish_reason = ended
     return piece

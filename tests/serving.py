@@ -120,11 +120,11 @@ def serving(folder, *flags, **more):
         server.kill()
 
 
-def tool_caller(folder):
-    """The embedded model with a template that knows tools and reasoning, as Qwen's do."""
+def tool_caller(folder, call="<tool_call></tool_call>"):
+    """The embedded model with a template that knows tools and reasoning, as Qwen's do; `call`: how one is written."""
     shutil.copytree(ROOT / "halfbyte" / "tiny", folder)
     template = (folder / "chat_template.jinja").read_text()
-    knows = "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}" + template
+    knows = "{% if tools %}{{ tools | tojson }}" + call + "{% endif %}" + template
     knows += "{% if enable_thinking %}{{ '<think>\\n' }}{% endif %}{# </think> #}"
     (folder / "chat_template.jinja").write_text(knows)
     return folder

@@ -29,8 +29,15 @@ PROPERTIES = {
     "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},  # as Pydantic writes Optional[int]
     "name": {"oneOf": [{"type": "string"}, {"type": "integer"}]},
     "level": {"enum": [1, 2]},
+    "colour": {"$ref": "#/$defs/Colour"},
+    "size": {"allOf": [{"$ref": "#/$defs/Size"}], "default": None},
+    "mixed": {"enum": ["1", 2, None]},
+    "five": {"const": 5},
+    "endless": {"$ref": "#/$defs/Endless"},
 }
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": PROPERTIES}}}]
+DEFS = {"Colour": {"type": "string", "enum": ["5", "true"]}, "Size": {"type": "integer"},
+        "Endless": {"anyOf": [{"$ref": "#/$defs/Endless"}]}}  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": PROPERTIES, "$defs": DEFS}}}]
 
 
 def text(words):
@@ -130,6 +137,14 @@ CASES = [
         call("weather", '{"limit": 5, "name": "5", "level": 2}'),
     ),
     (
+        "types behind references, and values that are listed",
+        CODER,
+        "<tool_call><function=weather><parameter=colour>5</parameter><parameter=size>5</parameter>"
+        "<parameter=mixed>2</parameter><parameter=five>5</parameter><parameter=endless>5</parameter>"
+        "</function></tool_call>",
+        call("weather", '{"colour": "5", "size": 5, "mixed": 2, "five": 5, "endless": "5"}'),
+    ),
+    (
         "None as templates print it",
         CODER,
         "<tool_call><function=weather><parameter=days>None</parameter><parameter=limit>None</parameter>"
@@ -179,6 +194,25 @@ CASES = [
         GEMMA,
         '<|tool_call>call:f{a:None,b:[None,<|"|>None<|"|>],None:1}<tool_call|>',
         call("f", '{"a": null, "b": [null, "None"], "None": 1}'),
+    ),
+    (
+        "numbers that JSON cannot write",
+        CODER,
+        "<tool_call><function=weather><parameter=days>1e999</parameter><parameter=at>[-1e999, 2]</parameter>"
+        "<parameter=level>NaN</parameter></function></tool_call>",
+        call("weather", '{"days": "1e999", "at": ["-1e999", 2], "level": "NaN"}'),
+    ),
+    (
+        "numbers that JSON cannot write, in an object of another order",
+        QWEN3,
+        '<tool_call>{"arguments": {"a": 1e999}, "name": "f"}</tool_call>',
+        call("f", '{"a": "1e999"}'),
+    ),
+    (
+        "gemma's numbers that JSON cannot write",
+        GEMMA,
+        "<|tool_call>call:f{a:1e999,b:[-1e999,Infinity],c:1e5}<tool_call|>",
+        call("f", '{"a": "1e999", "b": ["-1e999", "Infinity"], "c": 100000.0}'),
     ),
     ("gemma, cut off", GEMMA, '<|tool_call>call:f{a:<|"|>x', call("f", '{a:<|"|>x')),
     ("gemma, not a call", GEMMA, "<|tool_call>x<tool_call|>", [text("<|tool_call>x<tool_call|>")]),
@@ -262,6 +296,29 @@ def test_a_parameter_comes_when_it_is_complete():
     assert reader.push("<parameter=city>\nOs") == []
     assert reader.push("lo\n</parameter>\n") == [Event("arguments", '{"city": "Oslo"')]
     assert reader.push("</function>\n</tool_call>") == [Event("arguments", "}")]
+
+
+CUT = [  # what was said, and the arguments as far as they came
+    ("<parameter=city>\nOslo\n</parameter>\n<parameter=open>\nhalf a", '{"city": "Oslo", "open": "half a'),
+    ("<parameter=city>\nOslo\n</param", '{"city": "Oslo'),
+    ("<parameter=city>\nOslo\n</parameter>\n</func", '{"city": "Oslo"'),
+    ("<parameter=city>\nOslo\n</parameter>\n<parameter=da", '{"city": "Oslo"'),
+    ("<parameter=days>\n12", '{"days": 12'),
+    ("<parameter=days>\n", "{"),
+    ('<parameter=at>\n[1, {"a": 2}', '{"at": [1, {"a": 2'),
+    ("", "{"),
+    ("<parameter=city>\nOslo\n</parameter>\n</function>", '{"city": "Oslo"}'),
+    ("</function>\n</tool", "{}"),
+]
+
+
+@pytest.mark.parametrize(("said", "arguments"), CUT)
+def test_parameters_that_are_cut_are_left_open(said, arguments):
+    for cuts in [(), range(1, len(said) + 30)]:
+        whole = f"<tool_call>\n<function=weather>\n{said}"
+        reader, places = Reply(CODER, TOOLS), [0, *(n for n in cuts if n < len(whole)), len(whole)]
+        events = [e for a, b in pairwise(places) for e in reader.push(whole[a:b])]
+        assert joined([*events, *reader.finish(cut=True)]) == call("weather", arguments)
 
 
 def test_reasoning_that_the_prompt_opened():

@@ -237,6 +237,8 @@ STRICT_PARAMETERS = {
     "additionalProperties": False,
 }
 STRICT = {"type": "function", "function": {"name": "time", "parameters": STRICT_PARAMETERS}}
+ONLY_ROME = {"properties": {"city": {"enum": ["Rome"]}}, "required": ["city"], "additionalProperties": False}
+ROME = {"type": "function", "function": {"name": "time", "parameters": ONLY_ROME}}
 
 
 def saying(text):
@@ -295,22 +297,20 @@ def test_results_of_tools_are_taken_back(caller):
 
 
 def test_tool_choice(caller):
-    def asked(choice, said):
-        body = {"messages": ASK, "tools": TOOLS, "tool_choice": choice, "max_tokens": 100, **saying(said)}
-        return caller.post(CHAT, body).json()["choices"][0]
-
     named = {"type": "function", "function": {"name": "time"}}
-    forced = asked(named, '{"city": "Rome"}}\n</tool_call>')["message"]["tool_calls"]
-    assert [one["function"] for one in forced] == [{"name": "time", "arguments": '{"city": "Rome"}'}]
-    some = asked("required", 'weather", "arguments": {}}\n</tool_call>')["message"]["tool_calls"]
-    assert [one["function"] for one in some] == [{"name": "weather", "arguments": "{}"}]
+    body = {"messages": ASK, "max_tokens": 100, **saying("no call")}  # whose form is that of an answer in text
+    for choice, offered in [(named, [*TOOLS[:1], ROME]), ("required", [ROME])]:
+        wish = {**body, "tools": offered, "tool_choice": choice, "parallel_tool_calls": False}
+        [called] = caller.post(CHAT, wish).json()["choices"][0]["message"]["tool_calls"]
+        assert called["function"]["name"] == "time" and json.loads(called["function"]["arguments"]) == {"city": "Rome"}
     any_words = {"messages": ASK, "tools": TOOLS, "tool_choice": named, "max_tokens": 200, "temperature": 2, "top_p": 1}
     for seed in range(3):  # the model knows nothing of calls, and yet it makes one
         reply = caller.post(CHAT, {**any_words, "seed": seed, "tools": [STRICT]}).json()["choices"][0]
         assert reply["finish_reason"] == "tool_calls" and not reply["message"]["content"]
         called = [one["function"] for one in reply["message"]["tool_calls"]]
         assert [one["name"] for one in called] == ["time"] and 0 <= json.loads(called[0]["arguments"])["hour"] < 24
-    none = asked("none", CALLS)
+    told = {"messages": ASK, "tools": TOOLS, "tool_choice": "none", "max_tokens": 100, **saying(CALLS)}
+    none = caller.post(CHAT, told).json()["choices"][0]
     assert none["message"]["content"] == CALLS and "tool_calls" not in none["message"]
     refused = caller.post(
         CHAT, {"messages": ASK, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}}

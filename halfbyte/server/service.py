@@ -97,10 +97,10 @@ class Service:
             if wish.tools:
                 await self._try(lambda: [schema_of(one) for one in wish.tools])
             form = wish.form
-            if form is not None:
-                where = "response_format"
-            elif wish.forced is not None and self.tokenizer.syntax.call[0]:
+            if wish.forced is not None and self.tokenizer.syntax.call[0]:  # then the answer is a call
                 form = "grammar", await self.compiling.run(partial(self._called, wish, wish.forced))
+            elif form is not None:
+                where = "response_format"
             if form is None:
                 return None
             await self._try(lambda: [form])

@@ -1,7 +1,8 @@
 """The ways models write a tool call, read as it comes. Each reader gets the text between a call's markers.
 
 push() and end() return ("call", name), once, and ("arguments", piece of JSON). What cannot be read is returned by end()
-as ("text", ...) for the reader to see, since hiding it would lose the model's words.
+as ("text", ...) for the reader to see, since hiding it would lose the model's words. A call that was `cut` before its
+end is left open, so that nobody takes half of it for all: its arguments are no JSON.
 """
 # ruff: noqa: RUF001 (DeepSeek writes its tokens with ｜)
 
@@ -12,16 +13,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from .alternatives import Schema, declared
+from .values import PRINTED_NULL, is_json, loaded, parsed, textual, typed, written
+
 Piece = tuple[str, str]
 Tools = Sequence[Mapping[str, Any]]
-PRINTED_NULL = "None"  # templates show a model its own calls so
-NAMES = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
 
 
 class Call(Protocol):
     def __init__(self, tools: Tools) -> None: ...
     def push(self, text: str) -> list[Piece]: ...
-    def end(self) -> list[Piece]: ...
+    def end(self, cut: bool = False) -> list[Piece]: ...
 
 
 class JsonCall:
@@ -42,12 +44,12 @@ class JsonCall:
             pieces += self._arguments(self.given + len(self.body[self.given :].rstrip("}] \t\r\n")))
         return pieces
 
-    def end(self) -> list[Piece]:
+    def end(self, cut: bool = False) -> list[Piece]:
         if not self.start:
             return self._whole()
         end = len(self.body.rstrip())
         inner = len(self.body[:end].removesuffix("}").rstrip())
-        closed = _is_json(self.body[self.start : inner]) or not _is_json(self.body[self.start : end])
+        closed = is_json(self.body[self.start : inner]) or not is_json(self.body[self.start : end])
         return self._arguments(inner if closed else end)
 
     def _arguments(self, end: int) -> list[Piece]:
@@ -57,11 +59,11 @@ class JsonCall:
     def _whole(self) -> list[Piece]:
         """Keys in another order, or arguments inside a string."""
         try:
-            call = json.loads(self.body, strict=False)
+            call = parsed(self.body)
             name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return [("text", self.body)]
-        return [("call", str(name)), ("arguments", arguments if isinstance(arguments, str) else _json(arguments))]
+        return [("call", str(name)), ("arguments", arguments if isinstance(arguments, str) else written(arguments))]
 
 
 class SeparatedCall:
@@ -83,7 +85,7 @@ class SeparatedCall:
         self.named = True
         return [("call", name.strip()), *self._arguments(rest.lstrip())]
 
-    def end(self) -> list[Piece]:
+    def end(self, cut: bool = False) -> list[Piece]:
         if self.named:
             return []
         kind, _, rest = self.head.partition(self.SEPARATOR)
@@ -127,27 +129,41 @@ class TaggedCall:
             self.read = end + len(self.END)
         return pieces
 
-    def end(self) -> list[Piece]:
+    def end(self, cut: bool = False) -> list[Piece]:
         if self.name is None:
             return [("text", self.body)]
         pieces: list[Piece] = []
-        if key := self.KEY.search(self.body, self.read):  # its closing tag was forgotten
+        key = self.KEY.search(self.body, self.read)
+        if cut and (key or "</function>" not in self.body[self.read :]):
+            return self._open(key[1], self.body[key.end() :]) if key else [] if self.count else [("arguments", "{")]
+        if key:  # its closing tag was forgotten
             pieces.append(self._parameter(key[1], self.body[key.end() :].partition("</function>")[0]))
         return [*pieces, ("arguments", "}" if self.count else "{}")]
 
     def _parameter(self, key: str, text: str) -> Piece:
-        value = _typed(text.removeprefix("\n").removesuffix("\n"), self._schema(key))
-        self.count += 1
-        return "arguments", f"{', ' if self.count > 1 else '{'}{_json(key)}: {_json(value)}"
+        value = typed(text.removeprefix("\n").removesuffix("\n"), self._schemas(key))
+        return self._field(key, written(value))
 
-    def _schema(self, key: str) -> Any:
+    def _open(self, key: str, text: str) -> list[Piece]:
+        """The beginning of a value, without that of its closing tag."""
+        end = "\n" + self.END
+        tag = next((n for n in range(len(end), 0, -1) if text.endswith(end[:n])), 0)
+        text = text[: len(text) - tag].removeprefix("\n")
+        said = written(text)[:-1] if textual(self._schemas(key)) else text.rstrip("}] \t\r\n")
+        if said:
+            return [self._field(key, said)]
+        return [] if self.count else [("arguments", "{")]
+
+    def _field(self, key: str, value: str) -> Piece:
+        self.count += 1
+        return "arguments", f"{', ' if self.count > 1 else '{'}{written(key)}: {value}"
+
+    def _schemas(self, key: str) -> list[Schema]:
         for tool in self.tools:
             function = tool.get("function", tool)
             if isinstance(function, Mapping) and function.get("name") == self.name:
-                parameters = function.get("parameters") or {}
-                properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-                return properties.get(key) if isinstance(properties, Mapping) else None
-        return None
+                return declared(function.get("parameters"), key)
+        return []
 
 
 class BracedCall:
@@ -166,7 +182,7 @@ class BracedCall:
         self.start = named.end()
         return [("call", named[1].strip())]
 
-    def end(self) -> list[Piece]:
+    def end(self, cut: bool = False) -> list[Piece]:
         if not self.start:
             return [("text", self.body)]
         body = self.body.rstrip()
@@ -174,7 +190,7 @@ class BracedCall:
             value, end = self._value(body, self.start)
         except (IndexError, ValueError, RecursionError):
             value, end = None, -1
-        return [("arguments", _json(value) if end == len(body) else body[self.start :])]
+        return [("arguments", written(value) if end == len(body) else body[self.start :])]
 
     def _value(self, text: str, at: int) -> tuple[Any, int]:
         """The value at a place, and the place after it."""
@@ -201,7 +217,7 @@ class BracedCall:
         bare = re.compile(r"[^,}\]]*").match(text, at)
         assert bare is not None  # it matches nothing too
         word = bare[0].strip()
-        return (None if word == PRINTED_NULL else _loaded(word)), bare.end()
+        return (None if word == PRINTED_NULL else loaded(word)), bare.end()
 
     def _key(self, text: str, at: int) -> tuple[str, int]:
         end = text.index(":", at)
@@ -222,56 +238,3 @@ def _skip(text: str, at: int) -> int:
     while text[at].isspace():
         at += 1
     return at
-
-
-def _typed(text: str, schema: Any) -> Any:
-    """What a parameter's text stands for by its schema; without one, and in doubt, text."""
-    if not isinstance(schema, Mapping):
-        return text
-    kinds = _kinds(schema)
-    if text == "null" and kinds != {"string"}:
-        return None
-    if text == PRINTED_NULL and kinds and ("null" in kinds or "string" not in kinds):
-        return None
-    if text in ("True", "False") and "boolean" in kinds:  # as templates print them
-        return text == "True"
-    value = text if "string" in kinds else _loaded(text)
-    return value if kinds or isinstance(value, dict | list) else text
-
-
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a schema names, also as a choice of schemas or of values; none where it leaves that open."""
-    said = schema.get("type")
-    kinds = {kind for kind in (said if isinstance(said, list) else [said]) if isinstance(kind, str)}
-    for name in ("anyOf", "oneOf"):
-        choices = schema.get(name)
-        for choice in choices if isinstance(choices, list) else ():
-            kinds |= _kinds(choice) if isinstance(choice, Mapping) else set()
-    values = schema.get("enum")
-    if not kinds and isinstance(values, list):
-        kinds = {NAMES.get(type(value), "string") for value in values}
-    return kinds
-
-
-def _loaded(text: str) -> Any:
-    """The JSON in a text, or the text."""
-    try:
-        return json.loads(text, strict=False, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return False
-    return True

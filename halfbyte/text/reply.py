@@ -79,12 +79,12 @@ class Reply:
             self._enter(marker, events)
         return _joined(events)
 
-    def finish(self) -> list[Event]:
-        """What was held back. A call that was cut off is given as far as it came."""
+    def finish(self, cut: bool = False) -> list[Event]:
+        """What was held back. A call that was cut off is given as far as it came; `cut`: the model did not end here."""
         events: list[Event] = []
         rest, self.held = self.held, ""
         if self.state == "call":
-            self._from_call([*self.call.push(rest), *self.call.end()], events, closing="")
+            self._from_call([*self.call.push(rest), *self.call.end(cut)], events, closing="")
         else:
             self._give(rest.rstrip("\n") if self.state == "reasoning" else rest, events)
         return _joined(events)
