@@ -9,7 +9,7 @@ import pytest
 
 import halfbyte
 from halfbyte.chat import Tokenizer
-from halfbyte.grammar import Grammars
+from halfbyte.grammar import GrammarError, Grammars
 from halfbyte.server import tools
 from halfbyte.text.reply import Reply, syntax
 
@@ -42,7 +42,7 @@ RIGHT = {  # the rest of a call of weather, Oslo and 3 days
     "deepseek": ['{"city": "Oslo", "days": 3}<｜tool▁call▁end｜>', '{"city":"Oslo","days":3}<｜tool▁call▁end｜>'],
     "gemma4": [
         'city:<|"|>Oslo<|"|>,days:3}<tool_call|>',
-        'city:<|"|>Oslo<|"|>,days:3,place:{x:<|"|>1<|"|>},tags:[<|"|>a<|"|>,<|"|>b<|"|>],unit:<|"|>C<|"|>}<tool_call|>',
+        'city:<|"|>Oslo<|"|>,days:3,place:{x:1},tags:[<|"|>a<|"|>,<|"|>b<|"|>],unit:<|"|>C<|"|>}<tool_call|>',
     ],
 }
 WRONG = {
@@ -96,6 +96,98 @@ def test_what_follows_the_schema_is_taken(follows, family, text):
 @pytest.mark.parametrize(("family", "text"), [(family, text) for family in WRONG for text in WRONG[family]])
 def test_what_does_not_is_not(follows, family, text):
     assert follows(family, "weather", text)[0] is False
+
+
+DEFS = {
+    "Colour": {"type": "string", "enum": ["red", 'b/l"ue']},
+    "Tree": {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#/$defs/Tree"}}}},
+    "Top": {"type": "object", "properties": {"v": {"type": "boolean"}}, "required": ["v"]},
+}
+HELD = [  # the schema of v; of its values those that follow it, and others: as they are written, in tags and by Gemma
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, [5, None], ["x", True]),
+    ({"type": ["integer", "null"], "maximum": 9}, [5, None], ["x", 10, True]),
+    ({"type": ["string", "null"], "maxLength": 4}, ["x", "", None], ["12345"]),
+    ({"oneOf": [{"type": "integer"}, {"type": "boolean"}]}, [5, True], ["x", None]),
+    ({"$ref": "#/$defs/Colour"}, ["red", 'b/l"ue'], ["green", 5, None]),
+    ({"allOf": [{"$ref": "#/$defs/Colour"}], "default": "red"}, ["red"], ["green"]),
+    ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, [3], [2, "x"]),
+    ({"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "integer"}]}, ["red", 5], ["green", None]),
+    ({"enum": [1, 2, 3]}, [1, 3], [4, "x", None]),
+    ({"enum": ["1", 2, None]}, ["1", 2, None], [3, "x"]),
+    ({"enum": ["5", "true", "null", "None", "[1]", ""]}, ["5", "true", "null", "None", "[1]", ""], ["x"]),
+    ({"enum": ["a", None], "type": "string"}, ["a"], [None]),
+    ({"const": "yes"}, ["yes"], ["no", 5]),
+    ({"const": 5}, [5], ["yes", 6]),
+    ({"type": "string", "pattern": "^[0-9/]{2}$"}, ["12", "1/"], ["1", "123", "ab"]),
+    ({"type": "string", "pattern": "a.c"}, ["abc", "xabcx\n"], ["ab"]),
+    ({"type": "string", "minLength": 2, "pattern": "^x"}, ["xx", "x</p>"], ["x", "yy"]),
+    (
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
+        [[1], [1, 2]],
+        [[], [1, 2, 3], ["x"]],
+    ),
+    ({"type": "object", "additionalProperties": {"type": "integer"}}, [{}, {"a": 1, "b": 2}], [{"a": "x"}, 5]),
+    ({"$ref": "#/$defs/Tree"}, [{}, {"kids": [{"kids": []}, {}]}], [{"kids": [5]}, []]),
+    ({"anyOf": [{"$ref": "#/$defs/Top"}, {"type": "null"}]}, [{"v": True}, None], [{}, {"v": 5}, "x"]),
+]
+
+
+def tagged(value):
+    said = value if isinstance(value, str) else json.dumps(value)
+    return f"<parameter=v>\n{said}\n</parameter>\n</function></tool_call>"
+
+
+def braced(value):
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{braced(one)}" for key, one in value.items()) + "}"
+    return "[" + ",".join(map(braced, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "gemma4"])
+@pytest.mark.parametrize(("schema", "right", "wrong"), HELD, ids=[json.dumps(case[0]) for case in HELD])
+def test_values_follow_choices_references_and_lists(tokenizer, grammars, family, schema, right, wrong):
+    for top in (
+        {"type": "object", "properties": {"v": schema}, "required": ["v"], "$defs": DEFS},
+        {"$ref": "#/$defs/Whole", "$defs": {**DEFS, "Whole": {"properties": {"v": schema}, "required": ["v"]}}},
+        {"additionalProperties": schema, "required": ["v"], "$defs": DEFS},
+    ):
+        offered = [{"type": "function", "function": {"name": "f", "parameters": top}}]
+        form = syntax(FAMILIES[family])
+        start = grammars.constraint("grammar", tools.rest(form, offered, "f", True, grammars.term))
+        for value in [*right, *wrong]:
+            text = tagged(value) if family == "qwen3.5" else f"v:{braced(value)}}}<tool_call|>"
+            matcher, ids = start.copy().matcher, tokenizer.encode(text)
+            taken = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+            assert taken == any(value is one or value == one for one in right), value
+            if taken:
+                reply = Reply(form, offered)
+                found = [*reply.push(tools.opening(form, "f")), *reply.push(text), *reply.finish()]
+                assert json.loads("".join(one.text for one in found if one.kind == "arguments")) == {"v": value}
+
+
+REFUSED = [
+    ({"properties": {"v": {"$ref": "other.json"}}}, "ref"),
+    ({"properties": {"v": {"$ref": "#/$defs/none"}}}, "ref"),
+    ({"properties": {"v": {"not": {"type": "string"}}}}, "not"),
+    ({"properties": {"v": {"type": "string", "pattern": "(?=a)"}}}, "look-around"),
+    ({"properties": {"v": {"allOf": [{"maxLength": 1}, {"maxLength": 2}]}}}, "maxLength"),
+    ({"properties": {"v": {"$ref": "#/properties/v"}}}, "itself"),
+    ({"properties": {"a>\n:": {}}, "minProperties": 1}, "properties|minProperties"),
+    ({"properties": {"a\n:": {}}}, "properties"),
+    ({"required": ["v"], "additionalProperties": False}, "required"),
+    ({"properties": {"v": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}, "oneOf"),
+    ({"properties": {"v": {"enum": ["a</parameter>b", '<|"|>']}}}, "enum"),
+]
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "gemma4"])
+@pytest.mark.parametrize(("parameters", "said"), REFUSED, ids=[json.dumps(case[0]) for case in REFUSED])
+def test_what_cannot_be_followed_is_refused_by_name(grammars, family, parameters, said):
+    offered = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(GrammarError, match=said):
+        grammars.constraint("grammar", tools.rest(syntax(FAMILIES[family]), offered, "f", True, grammars.term))
 
 
 CHOSEN = {

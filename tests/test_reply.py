@@ -29,8 +29,15 @@ PROPERTIES = {
     "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},  # as Pydantic writes Optional[int]
     "name": {"oneOf": [{"type": "string"}, {"type": "integer"}]},
     "level": {"enum": [1, 2]},
+    "colour": {"$ref": "#/$defs/Colour"},
+    "size": {"allOf": [{"$ref": "#/$defs/Size"}], "default": None},
+    "mixed": {"enum": ["1", 2, None]},
+    "five": {"const": 5},
+    "endless": {"$ref": "#/$defs/Endless"},
 }
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": PROPERTIES}}}]
+DEFS = {"Colour": {"type": "string", "enum": ["5", "true"]}, "Size": {"type": "integer"},
+        "Endless": {"anyOf": [{"$ref": "#/$defs/Endless"}]}}  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": PROPERTIES, "$defs": DEFS}}}]
 
 
 def text(words):
@@ -128,6 +135,14 @@ CASES = [
         "<tool_call><function=weather><parameter=limit>5</parameter><parameter=name>5</parameter>"
         "<parameter=level>2</parameter></function></tool_call>",
         call("weather", '{"limit": 5, "name": "5", "level": 2}'),
+    ),
+    (
+        "types behind references, and values that are listed",
+        CODER,
+        "<tool_call><function=weather><parameter=colour>5</parameter><parameter=size>5</parameter>"
+        "<parameter=mixed>2</parameter><parameter=five>5</parameter><parameter=endless>5</parameter>"
+        "</function></tool_call>",
+        call("weather", '{"colour": "5", "size": 5, "mixed": 2, "five": 5, "endless": "5"}'),
     ),
     (
         "None as templates print it",

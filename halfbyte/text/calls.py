@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from .alternatives import Schema, declared
 from .values import PRINTED_NULL, is_json, loaded, parsed, textual, typed, written
 
 Piece = tuple[str, str]
@@ -140,7 +141,7 @@ class TaggedCall:
         return [*pieces, ("arguments", "}" if self.count else "{}")]
 
     def _parameter(self, key: str, text: str) -> Piece:
-        value = typed(text.removeprefix("\n").removesuffix("\n"), self._schema(key))
+        value = typed(text.removeprefix("\n").removesuffix("\n"), self._schemas(key))
         return self._field(key, written(value))
 
     def _open(self, key: str, text: str) -> list[Piece]:
@@ -148,7 +149,7 @@ class TaggedCall:
         end = "\n" + self.END
         tag = next((n for n in range(len(end), 0, -1) if text.endswith(end[:n])), 0)
         text = text[: len(text) - tag].removeprefix("\n")
-        said = written(text)[:-1] if textual(self._schema(key)) else text.rstrip("}] \t\r\n")
+        said = written(text)[:-1] if textual(self._schemas(key)) else text.rstrip("}] \t\r\n")
         if said:
             return [self._field(key, said)]
         return [] if self.count else [("arguments", "{")]
@@ -157,14 +158,12 @@ class TaggedCall:
         self.count += 1
         return "arguments", f"{', ' if self.count > 1 else '{'}{written(key)}: {value}"
 
-    def _schema(self, key: str) -> Any:
+    def _schemas(self, key: str) -> list[Schema]:
         for tool in self.tools:
             function = tool.get("function", tool)
             if isinstance(function, Mapping) and function.get("name") == self.name:
-                parameters = function.get("parameters") or {}
-                properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-                return properties.get(key) if isinstance(properties, Mapping) else None
-        return None
+                return declared(function.get("parameters"), key)
+        return []
 
 
 class BracedCall:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
+from .alternatives import Schema, kind, listed
+
 PRINTED_NULL = "None"  # templates show a model its own calls so
-NAMES = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
 
 
-def typed(text: str, schema: Any) -> Any:
-    """What a parameter's text stands for by its schema; without one, and in doubt, text."""
-    if not isinstance(schema, Mapping):
+def typed(text: str, schemas: Sequence[Schema]) -> Any:
+    """What a parameter's text stands for by the schemas of which it follows one; without any, and in doubt, text."""
+    if not schemas:
         return text
-    kinds = _kinds(schema)
+    for value in (value for schema in schemas for value in listed(schema) or ()):
+        if text == plain(value):
+            return value
+    kinds = _kinds(schemas)
     if text == "null" and kinds != {"string"}:
         return None
     if text == PRINTED_NULL and kinds and ("null" in kinds or "string" not in kinds):
@@ -26,24 +30,21 @@ def typed(text: str, schema: Any) -> Any:
     return value if kinds or isinstance(value, dict | list) else text
 
 
-def textual(schema: Any) -> bool:
+def plain(value: Any) -> str:
+    """A value as it is written between tags: text as it is, others as JSON."""
+    return value if isinstance(value, str) else written(value)
+
+
+def textual(schemas: Sequence[Schema]) -> bool:
     """Whether a parameter may be text."""
-    kinds = _kinds(schema) if isinstance(schema, Mapping) else set()
+    kinds = _kinds(schemas)
     return not kinds or "string" in kinds
 
 
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a schema names, also as a choice of schemas or of values; none where it leaves that open."""
-    said = schema.get("type")
-    kinds = {kind for kind in (said if isinstance(said, list) else [said]) if isinstance(kind, str)}
-    for name in ("anyOf", "oneOf"):
-        choices = schema.get(name)
-        for choice in choices if isinstance(choices, list) else ():
-            kinds |= _kinds(choice) if isinstance(choice, Mapping) else set()
-    values = schema.get("enum")
-    if not kinds and isinstance(values, list):
-        kinds = {NAMES.get(type(value), "string") for value in values}
-    return kinds
+def _kinds(schemas: Sequence[Schema]) -> set[str]:
+    """The types that schemas name, or else those of the values that they list; none where they leave that open."""
+    said = {one["type"] for one in schemas if listed(one) is None and isinstance(one.get("type"), str)}
+    return said or {kind(value) for one in schemas for value in listed(one) or ()}
 
 
 def loaded(text: str) -> Any:
