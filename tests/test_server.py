@@ -398,7 +398,7 @@ def test_a_missing_extra_is_said(hidden, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         main(["serve"])
     assert stopped.value.code == 2
-    assert f"{', '.join(hidden)} must be installed to serve: pip install 'halfbyte[serve]'" in capsys.readouterr().err
+    assert f"{', '.join(hidden)} must be installed to serve: pip install {' '.join(hidden)}" in capsys.readouterr().err
 
 
 def test_the_command_asks_for_what_the_extra_has():

@@ -221,7 +221,7 @@ def check(schema: Schema) -> None:
 
 def fields(schema: Schema) -> list[tuple[str, Any, bool]]:
     """Names, schemas, and whether they are required; also what is required and not among the properties."""
-    required = [key for key in schema.get("required") or () if isinstance(key, str)]
+    required = dict.fromkeys(key for key in schema.get("required") or () if isinstance(key, str))
     more = [key for key in required if key not in of(schema)]
     if more and schema.get("additionalProperties") is False:
         raise ValueError(f"required: {more[0]!r} is not among the properties")

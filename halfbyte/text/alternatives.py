@@ -8,6 +8,7 @@ from urllib.parse import unquote
 
 Schema = Mapping[str, Any]
 MOST = 256  # choices of a value, with the references on the way to them
+WORK = 20_000  # keywords and properties that are put together for it
 SAYING = {"description", "title", "default", "examples", "$comment", "$id", "$schema", "deprecated"}
 NAMES = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
 
@@ -15,7 +16,7 @@ NAMES = {bool: "boolean", int: "integer", float: "number", type(None): "null", l
 def alternatives(schema: Any, root: Schema) -> list[Schema]:
     """The schemas of which a value must follow one; a ValueError that names what cannot be spelled out."""
     found: list[Schema] = []
-    waiting = [schema]
+    waiting, work = [schema], 0
     for _ in range(MOST):
         if not waiting:
             return found
@@ -25,6 +26,9 @@ def alternatives(schema: Any, root: Schema) -> list[Schema]:
             isinstance(one.get(name), list) and len(one[name]) > MOST for name in ("allOf", "anyOf", "oneOf", "type")
         ):
             break
+        work += len(one) + len(of(one))
+        if work > WORK and any(name in one for name in ("$ref", "allOf", "anyOf", "oneOf")):
+            break
         if "$ref" in one:
             waiting.append(_both(referred(one["$ref"], root), _without(one, "$ref")))
         elif isinstance(one.get("allOf"), list):
@@ -32,6 +36,9 @@ def alternatives(schema: Any, root: Schema) -> list[Schema]:
             for part in one["allOf"]:
                 part = part if isinstance(part, Mapping) else {}
                 part = _both(referred(part["$ref"], root), _without(part, "$ref")) if "$ref" in part else part
+                work += MOST // 4 + len(part) + len(of(part))
+                if work > WORK:
+                    raise ValueError("allOf: too many parts, or too large ones")
                 whole = _both(part, whole)
             waiting.append(whole)
         elif name := next((name for name in ("anyOf", "oneOf") if isinstance(one.get(name), list)), ""):
