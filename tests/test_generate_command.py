@@ -312,4 +312,4 @@ def test_a_schema_that_cannot_be_followed_is_refused_before_anything_is_loaded(c
 
 def test_the_extra_of_schemas_is_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    assert "pip install 'halfbyte[serve]'" in refused(capsys, "-p", "x", "--json-schema", "{}")
+    assert "pip install llguidance" in refused(capsys, "-p", "x", "--json-schema", "{}")

@@ -521,6 +521,49 @@ def abandon(server, body, after):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
 
 
+SLOW_TEMPLATE = """
+import time
+from halfbyte.text import template
+def late(*given, render=template.render):
+    time.sleep(0.5)
+    return render(*given)
+template.render = late
+"""
+
+
+def asked(server, path):
+    """A connection on which nothing has come back yet."""
+    data = json.dumps({"messages": [ASKED], "max_tokens": 1}).encode()
+    sock = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    sock.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    return sock
+
+
+@pytest.mark.quiet
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", "/v1/messages/count_tokens"])
+def test_prompts_wait_in_a_line_of_their_own_which_clients_leave(tmp_path, path):
+    """What needs a thread for something else has one, and prompts of clients that have gone are not made."""
+    with serving(tmp_path, faults=SLOW_TEMPLATE) as server:
+        server.chat("Hi", 1)
+        waiting = [asked(server, path) for _ in range(100)]
+        time.sleep(0.3)
+        start = time.monotonic()
+        assert server.metric("engine_up") == 1 and time.monotonic() - start < 0.4
+        for sock in waiting:
+            sock.close()
+        assert server.chat("Hi", 1).status_code == 200 and time.monotonic() - start < 5
+
+
+def test_no_more_prompts_wait_than_may(tmp_path):
+    with serving(tmp_path, "--max-queue", "1", "--max-concurrency", "2", faults=SLOW_TEMPLATE) as server:
+        waiting = [asked(server, "/tokenize") for _ in range(40)]
+        heads = [sock.recv(4096) for sock in waiting]
+        full = [head for head in heads if b" 429 " in head[:20]]
+        assert len(full) >= 25 and all(b"retry-after: 1" in head.lower() for head in full)
+        assert sum(b" 200 " in head[:20] for head in heads) == 40 - len(full) >= 3
+        assert server.chat("Hi", 1).status_code == 200
+
+
 def test_row_44_clients_that_go(server):
     """In the middle of a stream, while the prompt is read, while they wait in line."""
     prompt = [{"role": "user", "content": "A long story about the fox. " * 400}]

@@ -115,7 +115,7 @@ class Api:
 
     async def count_tokens(self, request: Request) -> Response:
         wish = messages.wish(await self._body(request), self.service.described, self.settings)
-        ids = (await asyncio.to_thread(self.service.conversation, wish))[0][0]
+        ids = (await unless_gone(request.receive, self.service.prepared(wish)))[0][0]
         return JSONResponse({"input_tokens": len(ids)})
 
     async def _body(self, request: Request) -> Given:
@@ -151,7 +151,7 @@ class Api:
         if given["messages"] is not None:
             wish = schema.chat(given, service.described, self.settings)
             wish.opens = given["add_generation_prompt"] is not False
-            ids = (await asyncio.to_thread(service.conversation, wish))[0][0]
+            ids = (await unless_gone(request.receive, service.prepared(wish)))[0][0]
         else:
             text = given["content"] if given["prompt"] is None else given["prompt"]
             if text is None:
@@ -159,7 +159,7 @@ class Api:
             special = given["add_special_tokens"] or given["add_special"]
             tokenizer = service.tokenizer
             encode = tokenizer.prompt_ids if special else partial(tokenizer.encode, special=False)
-            ids = await asyncio.to_thread(encode, text)
+            ids = await unless_gone(request.receive, service.preparing.run(partial(encode, text)))
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.described.context})
 
     async def detokenize(self, request: Request) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ from .tables import Model
 
 CACHE_SHARE = 0.1  # of memory, for the beginnings of prompts
 SMALLEST = 256  # tokens: a context below this serves nobody
+MOST_THREADS = 8  # that render and tokenise prompts; the loop and the engine need cores too
 PAUSE = 0.002  # seconds: see Desk; on a GPU a step leaves the cores to those who write
 
 
@@ -50,6 +52,8 @@ class Service:
         grammar.worker.limit(settings.schema_seconds, limits.SCHEMA_MEMORY, limits.SCHEMA_OUTPUT)
         # Who sends many schemas waits for nobody else's texts, nor does a form that is known to be fine wait for them.
         self.trials, self.compiling = Line("trials", settings.max_queue), Line("schemas", settings.max_queue)
+        prompts = settings.max_queue + settings.max_concurrency  # that may come to anything
+        self.preparing = Line("prompts", prompts, min(os.cpu_count() or 1, MOST_THREADS))
         free = max(available(model.device) - (STEP if model.device.type == "cpu" else 0), 0)
         budget = settings.prompt_cache_bytes if settings.prompt_cache_bytes >= 0 else int(free * CACHE_SHARE)
         if budget > free:
@@ -71,6 +75,7 @@ class Service:
         self.scheduler.close()
         self.trials.close()
         self.compiling.close()
+        self.preparing.close()
 
     async def jobs(self, wish: Wish, owner: bytes) -> list[Job]:
         """The jobs of a wish, or a refusal: texts rendered and tokenised, schemas compiled."""
@@ -79,16 +84,18 @@ class Service:
             field = "n" if wish.n > 1 else "prompt"
             raise wrong(field, f"at most {most} replies, which is what the slots and the queue hold,")
         constraint = await self._compiled(wish)
-        if wish.prompts and not any(isinstance(prompt, str) for prompt in wish.prompts):
-            prepared = self.texts(wish)  # ids: no work that is worth a thread
-        else:
-            prepared = await asyncio.to_thread(self.conversation if wish.messages else self.texts, wish)
         made = []
-        for prompt, stable, opening in prepared:
+        for prompt, stable, opening in await self.prepared(wish):
             if len(prompt) >= self.cache.capacity:
                 raise full(len(prompt), self.cache.capacity, wish.asks)
             made += [self._job(wish, owner, number, prompt, stable, opening, constraint) for number in range(wish.n)]
         return made
+
+    async def prepared(self, wish: Wish) -> list[tuple[list[int], int, str]]:
+        """What `texts` or `conversation` make of a wish, in a line that is left by clients that go."""
+        if wish.prompts and not any(isinstance(prompt, str) for prompt in wish.prompts):
+            return self.texts(wish)  # ids: no work that is worth a thread
+        return await self.preparing.run(partial(self.conversation if wish.messages else self.texts, wish))
 
     async def _compiled(self, wish: Wish) -> Constraint | None:
         """What replies are held to, if to anything."""
