@@ -405,8 +405,9 @@ def delta(form: str) -> Kernel:
         state, tokens, width = b["state"], n["n_tokens"], n["key_total"]
         Hv, Dv, Dk = state.shape
         q, k, v = b["conv_out"].view(tokens, -1).split([width, width, Hv * Dv], -1)
-        Hk = Hv // n["k_heads_per_v"]
-        q, k = (part.unflatten(-1, (-1, Dk))[None, :, :Hk] for part in (q, k))
+        per = n["k_heads_per_v"]  # value heads of a key head; the last one may have fewer
+        reads = torch.arange(Hv) // per if Hv % per else slice(Hv // per)
+        q, k = (part.unflatten(-1, (-1, Dk))[None][:, :, reads] for part in (q, k))
         g, beta = (b[name].view(1, tokens, Hv) for name in ("g_decay", "beta_gate"))
         o = gated_delta(q, k, v.unflatten(-1, (Hv, Dv))[None], g, beta, state[None], form=form)
         return {"state": state, "output": o[0]}

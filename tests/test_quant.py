@@ -111,6 +111,27 @@ def test_live_mlx_bits(mode, bits, group, dtype, language):
             assert np.array_equal(np.array(expected.astype(mx.float32)), read.float().numpy(), equal_nan=True), kind
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_live_mlx_bits_where_a_global_scale_is_rounded_once(language):
+    """2688 / 2128 by a reciprocal is one unit off, and these scales with it."""
+    w = torch.zeros(4, 32, dtype=torch.bfloat16)
+    w[0, 0], w[0, 16], w[1, 0], w[1, 16] = 2.0, 25.0, 24.875, 1.5625
+    theirs = mx.quantize(mlx_of(w), group_size=16, bits=4, mode="nvfp4", global_scale=mx.array(2128.0))
+    with using(language):
+        ours = quantize(w, 4, 16, "nvfp4", 2128.0)
+    assert np.array_equal(np.array(theirs[1]), ours.scales.numpy())
+    assert np.array_equal(np.array(theirs[0]), ours.words.numpy())
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8", "nvfp4"])
+def test_a_weight_may_lie_column_by_column(mode, language):
+    w, group = torch.linspace(-3, 5, 7 * 32).view(32, 7).t(), 16 if mode == "nvfp4" else 32  # one or two groups a row
+    with using(language):
+        turned, whole = (quantize(each, group=group, mode=mode) for each in (w, w.contiguous()))
+    assert torch.equal(turned.words, whole.words) and torch.equal(turned.scales, whole.scales)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     bits=st.sampled_from(AFFINE_BITS),

@@ -135,7 +135,7 @@ def fp_codes(grouped: Tensor, mode: str, global_scale: Tensor | None) -> tuple[T
     dtype, factor = grouped.dtype, None
     ideal = _quotient(grouped.abs().amax(-1), 448.0 if mode == "mxfp8" else 6.0)
     if mode == "nvfp4":
-        factor = None if global_scale is None else NV_RANGE / per_matrix(global_scale)
+        factor = None if global_scale is None else nv_factor(per_matrix(global_scale))
         scales = _e4m3_codes(ideal if factor is None else ideal.float() * factor)
         step = decoded_scales(scales, mode).to(dtype)
     else:
@@ -165,6 +165,11 @@ def decoded_scales(scales: Tensor, mode: str) -> Tensor:
         return scales.view(torch.float8_e4m3fn).float()
     powers = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - 127)
     return torch.where(scales == 255, torch.inf, powers)
+
+
+def nv_factor(global_scale: Tensor) -> Tensor:
+    """NV_RANGE / global_scale, rounded once: of a plain number torch takes the reciprocal, and multiplies."""
+    return torch.full_like(global_scale, NV_RANGE) / global_scale
 
 
 def per_matrix(global_scale: Tensor) -> Tensor:

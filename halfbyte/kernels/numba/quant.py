@@ -319,9 +319,8 @@ def quantize(w, bits=None, group=None, mode="affine", global_scale=None):
     ideal = grouped.abs().amax(-1) / (448.0 if mode == "mxfp8" else 6.0)
     if mode == "nvfp4":
         if global_scale is not None:
-            factor = NV_RANGE / (
-                global_scale.reshape(()) if global_scale.numel() == 1 else global_scale[..., None, None]
-            )
+            each = global_scale.reshape(()) if global_scale.numel() == 1 else global_scale[..., None, None]
+            factor = torch.full_like(each, NV_RANGE) / each  # of a plain number torch would take the reciprocal
         scales = e4m3(ideal if factor is None else ideal.float() * factor)
         step = scales.view(torch.float8_e4m3fn).to(w.dtype)
     else:
@@ -331,7 +330,7 @@ def quantize(w, bits=None, group=None, mode="affine", global_scale=None):
     scaled = torch.where(step[..., None] == 0, 0.0, grouped / step[..., None])
     scaled = scaled if factor is None else scaled.float() * factor[..., None]
     if mode == "mxfp8":
-        return e4m3(scaled).reshape(w.shape).view(torch.int32).view(torch.uint32), scales, None
+        return e4m3(scaled).reshape(w.shape).contiguous().view(torch.int32).view(torch.uint32), scales, None
     e2m1_kernel(floats(scaled), flat)
     return words.view(torch.uint32), scales, None
 
