@@ -19,6 +19,7 @@ from .tiered_experts import TieredResidency
 
 log = logging.getLogger(__name__)
 PROMPTS = {"cpu": (2,), "cuda": (2048, 512, 128)}  # tokens; on a GPU those of prefilling.py
+MANY_ROWS = 64  # of logits: more take the same kernels
 ROWS = 256  # of a cache: sizes that 16 divides are compiled for as such
 
 
@@ -70,10 +71,11 @@ def _steps(model: Decoder, slots: int) -> None:
 
 def _draw_in_every_way(model: Decoder, slots: int) -> None:
     """What strangers may ask for: one who is the first to must not keep the others waiting."""
-    zeros = torch.zeros(slots, dtype=torch.int64)
-    half, top_k = torch.full((slots,), 0.5), torch.ones(slots, dtype=torch.int32)
-    counts = torch.zeros(slots, model.vocabulary, dtype=torch.int32)
-    logits = torch.zeros(slots, model.vocabulary, dtype=model.dtype)
+    rows = min(slots, MANY_ROWS)
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    half, top_k = torch.full((rows,), 0.5), torch.ones(rows, dtype=torch.int32)
+    counts = torch.zeros(rows, model.vocabulary, dtype=torch.int32)
+    logits = torch.zeros(rows, model.vocabulary, dtype=model.dtype)
     sample(logits, Sampling(half, top_k, half, half, half, half, half, counts), zeros, zeros)
 
 
